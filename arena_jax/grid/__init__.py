@@ -1,0 +1,29 @@
+"""Shapes, hardware and plans: what compiler, runtime and scheduler share. Imports no jax."""
+
+from arena_jax.grid.catalogue import CATALOGUE as CATALOGUE
+from arena_jax.grid.catalogue import Catalogue as Catalogue
+from arena_jax.grid.catalogue import DeviceType as DeviceType
+from arena_jax.grid.index import Estimate as Estimate
+from arena_jax.grid.index import IndexRow as IndexRow
+from arena_jax.grid.index import JobKey as JobKey
+from arena_jax.grid.index import PlanIndex as PlanIndex
+from arena_jax.grid.index import PlanStore as PlanStore
+from arena_jax.grid.index import StageEstimate as StageEstimate
+from arena_jax.grid.messages import Pause as Pause
+from arena_jax.grid.messages import Request as Request
+from arena_jax.grid.messages import SchedulerHook as SchedulerHook
+from arena_jax.grid.messages import StepReport as StepReport
+from arena_jax.grid.messages import Stop as Stop
+from arena_jax.grid.plan import AXES as AXES
+from arena_jax.grid.plan import Plan as Plan
+from arena_jax.grid.plan import Precision as Precision
+from arena_jax.grid.plan import Spec as Spec
+from arena_jax.grid.plan import StagePlan as StagePlan
+from arena_jax.grid.shapes import Allocation as Allocation
+from arena_jax.grid.shapes import GridShape as GridShape
+from arena_jax.grid.shapes import Submesh as Submesh
+from arena_jax.grid.shapes import grids_of as grids_of
+from arena_jax.grid.shapes import logical_meshes as logical_meshes
+from arena_jax.grid.shapes import place as place
+from arena_jax.grid.shapes import submesh_choices as submesh_choices
+from arena_jax.grid.shapes import tilings as tilings
