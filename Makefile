@@ -1,0 +1,57 @@
+# `make train` and `make test` set up what they need; a second call does no set-up.
+#   make PYTHON=/path/to/python3.12 setup     another interpreter
+#   make train RECIPE=bert_tiny ARGS="steps=50"
+
+PYTHON ?= python3
+RECIPE ?= gpt_tiny
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/setup.done
+
+.PHONY: help setup train test verify lint bench clean
+
+help:
+	@echo "make setup    virtual environment in $(VENV), pinned dependencies, the alpa solver"
+	@echo "make train    train $(RECIPE) under a plan the compiler chose"
+	@echo "make test     the tests"
+	@echo "make verify   the whole matrix of plans against one device (hours, resumable)"
+	@echo "make lint     ruff, mypy, import contracts"
+	@echo "make bench    every benchmark"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: arena_jax needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1)" >&2; \
+	  echo "  hint: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
+	  rm -rf $(VENV); \
+	  echo "error: '$(PYTHON) -m venv' failed" >&2; \
+	  echo "  hint: Debian and Ubuntu keep it in a package: apt install python3-venv" >&2; exit 2; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip check --disable-pip-version-check
+	@$(BIN)/python -m arena_jax.solver_setup || \
+	  echo "warning: going on without the alpa solver; the default engine (highs) does not need it" >&2
+	@touch $(STAMP)
+
+train: setup
+	$(BIN)/arena-jax train $(RECIPE) $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -q $(ARGS)
+
+verify: setup
+	$(BIN)/python -m tests.verify $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

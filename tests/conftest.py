@@ -1,0 +1,73 @@
+"""Settings of the whole test run. Nothing here imports jax: its settings go through the environment,
+so that tests of the parts without jax stay fast and started processes inherit them.
+"""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+NUM_CPU_DEVICES = 8
+
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+_HOME = pytest.StashKey[str]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite the golden files from what the code gives now"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A home of its own per run: a stored plan or profile must never stand in for a computed one.
+    config.stash[_HOME] = tempfile.mkdtemp(prefix="arena-jax-test-")
+    environment = {
+        "ARENA_JAX_HOME": config.stash[_HOME],
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(NUM_CPU_DEVICES),
+        "JAX_NUMPY_RANK_PROMOTION": "raise",
+    }
+    if config.cache is not None:
+        # Compiled programs depend on their input only, so these may outlive the run.
+        environment |= {
+            "JAX_COMPILATION_CACHE_DIR": str(config.cache.mkdir("jax-compile")),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+    os.environ.update(environment)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[_HOME], ignore_errors=True)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest):
+    """``golden(path, text)``: compare with a committed file, or rewrite it under ``--update-golden``."""
+
+    def compare(path: Path, text: str) -> None:
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            return
+        assert path.is_file(), f"{path} is missing; run pytest --update-golden and read the difference"
+        assert text == path.read_text(encoding="utf-8"), f"{path.name} changed; pytest --update-golden rewrites it"
+
+    return compare
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of measured data from others; tests that need it skip where it is absent."""
+    default = Path(__file__).resolve().parents[1] / "../shared/data"
+    folder = Path(os.environ.get("ARENA_JAX_DATA", default))
+    if not folder.is_dir():
+        pytest.skip("no folder of measured data (set ARENA_JAX_DATA)")
+    return folder
