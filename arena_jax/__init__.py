@@ -58,7 +58,7 @@ _HOME_OF = {
     for name in names
 }
 
-__all__ = [*_HOME_OF]
+__all__ = [*_HOME_OF]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,1 @@
+"""Runs programs: step schedules, trainer, swap, checkpoint, the scheduler hook."""
