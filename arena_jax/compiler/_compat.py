@@ -1,0 +1,58 @@
+"""The few places where jax 0.10 to 0.12 differ, or where only an internal name exists."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+# `jit` is called `pjit` on some versions; all of these only wrap a jaxpr and can be inlined.
+INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call", "xla_call"})
+REMAT = frozenset({"remat2", "checkpoint", "remat"})
+
+Literal = jex_core.Literal
+Var = jex_core.Var
+
+
+def open_jaxpr(value: Any) -> tuple[Any, list[Any]]:
+    """Split a Jaxpr or ClosedJaxpr into (jaxpr, consts)."""
+    if hasattr(value, "consts"):
+        jaxpr = value.jaxpr if hasattr(value, "jaxpr") else value
+        return jaxpr, list(value.consts)
+    return value, []
+
+
+def inner_jaxpr(eqn: Any) -> tuple[Any, list[Any]]:
+    """The body of a call-like equation (jit, remat, scan, custom rules)."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if name in eqn.params:
+            return open_jaxpr(eqn.params[name])
+    raise KeyError(f"{eqn.primitive} has no body")
+
+
+def bind(eqn: Any, args: list[Any]) -> list[Any]:
+    """Evaluate one equation as it stands, keeping its name scope."""
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    with eqn_context(eqn):
+        if isinstance(bound, tuple):  # jax < 0.11: callables first, then params
+            functions, params = bound
+            out = eqn.primitive.bind(*functions, *args, **params)
+        else:
+            out = eqn.primitive.bind(*args, **bound)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextmanager
+def eqn_context(eqn: Any) -> Iterator[None]:
+    """Enter the equation's own context (default matmul precision, threefry mode, ...)."""
+    with ExitStack() as stack:
+        manager = getattr(getattr(eqn, "ctx", None), "manager", None)
+        if manager is not None:
+            stack.enter_context(manager)
+        yield
+
+
+def is_key(aval: Any) -> bool:
+    """Whether an abstract value is a typed PRNG key."""
+    return bool(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key))

@@ -1,0 +1,95 @@
+"""Run equations, constraining the values that a plan names.
+
+The constraints are ``with_sharding_constraint`` on a mesh with the axes dp and tp; XLA's partitioner
+does the rest. Inside scans, rematerialised blocks and calls the equations are emitted again, so that
+constraints reach in; custom derivative rules are kept whole, for inlining them would lose the rule.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from arena_jax.compiler import _compat
+from arena_jax.grid import Spec
+
+
+class Emitter:
+    """Evaluates equations under a mesh and the activation specs of a plan.
+
+    Args:
+        mesh: the stage's mesh, or ``None`` to constrain nothing.
+        specs: value key (``"12:0"``, ``"12/3:0"``) -> partition spec.
+    """
+
+    def __init__(self, mesh: Mesh | None, specs: Mapping[str, Spec]) -> None:
+        self.mesh = mesh
+        self.specs = specs if mesh is not None and mesh.size > 1 else {}
+        self._prefixes = {key.rpartition(":")[0].rpartition("/")[0] for key in self.specs}
+        for prefix in list(self._prefixes):
+            while "/" in prefix:
+                prefix = prefix.rpartition("/")[0]
+                self._prefixes.add(prefix)
+
+    def run(self, equations: Sequence[tuple[str, Any]], env: dict[Any, Any]) -> None:
+        """Evaluate keyed equations in order, reading from and writing to ``env``."""
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, _compat.Literal) else env[atom]
+
+        for key, eqn in equations:
+            outs = self._eqn(key, eqn, [read(a) for a in eqn.invars])
+            for i, (var, value) in enumerate(zip(eqn.outvars, outs, strict=True)):
+                env[var] = self._constrain(f"{key}:{i}", value)
+
+    def _jaxpr(self, prefix: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        self.run([(f"{prefix}/{i}", eqn) for i, eqn in enumerate(jaxpr.eqns)], env)
+        return [a.val if isinstance(a, _compat.Literal) else env[a] for a in jaxpr.outvars]
+
+    def _eqn(self, key: str, eqn: Any, args: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if key not in self._prefixes:
+            return _compat.bind(eqn, args)
+        if name in _compat.INLINED:
+            jaxpr, consts = _compat.inner_jaxpr(eqn)
+            return self._jaxpr(key, jaxpr, consts, args)
+        if name in _compat.REMAT:
+            jaxpr, consts = _compat.inner_jaxpr(eqn)
+            again = jax.checkpoint(
+                lambda *a: self._jaxpr(key, jaxpr, consts, a),
+                policy=eqn.params.get("policy"),
+                prevent_cse=eqn.params.get("prevent_cse", True),
+            )
+            return list(again(*args))
+        if name == "scan":
+            return self._scan(key, eqn, args)
+        return _compat.bind(eqn, args)
+
+    def _scan(self, key: str, eqn: Any, args: list[Any]) -> list[Any]:
+        jaxpr, body_consts = _compat.inner_jaxpr(eqn)
+        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        consts, carry, xs = args[:num_consts], args[num_consts : num_consts + num_carry], args[num_consts + num_carry :]
+
+        def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            outs = self._jaxpr(key, jaxpr, body_consts, [*consts, *carry, *x])
+            return outs[:num_carry], outs[num_carry:]
+
+        final, ys = lax.scan(
+            body,
+            carry,
+            xs,
+            length=eqn.params["length"],
+            reverse=eqn.params["reverse"],
+            unroll=eqn.params["unroll"],
+        )
+        return [*final, *ys]
+
+    def _constrain(self, key: str, value: Any) -> Any:
+        spec = self.specs.get(key)
+        if spec is None or self.mesh is None:
+            return value
+        return lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*spec)))

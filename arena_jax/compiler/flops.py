@@ -1,0 +1,64 @@
+"""FLOPs and bytes of equations, from their shapes."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from arena_jax.compiler import _compat
+
+# Primitives whose work is worth placing: everything else moves bytes.
+HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+
+
+def array_bytes(atom: Any) -> int:
+    """Bytes of a value, typed keys counted as two words."""
+    aval = atom.aval
+    if not hasattr(aval, "shape"):
+        return 0
+    itemsize = 8 if _compat.is_key(aval) else jnp.dtype(aval.dtype).itemsize
+    return math.prod(aval.shape) * itemsize
+
+
+def bytes_moved(eqn: Any) -> int:
+    """Bytes read and written by one equation run on its own."""
+    return sum(array_bytes(a) for a in (*eqn.invars, *eqn.outvars))
+
+
+def eqn_flops(eqn: Any) -> float:
+    """FLOPs of one equation; a multiply-add counts two, bodies of scans count every iteration."""
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (contract, _), _ = eqn.params["dimension_numbers"]
+        depth = math.prod(eqn.invars[0].aval.shape[d] for d in contract)
+        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * depth
+    if name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        kernel = eqn.invars[1].aval.shape
+        depth = math.prod(kernel[d] for d in numbers.rhs_spec[1:])
+        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * depth
+    bodies = list(_bodies(eqn))
+    if bodies:
+        return sum(times * jaxpr_flops(body) for body, times in bodies)
+    return float(sum(math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape")))
+
+
+def jaxpr_flops(jaxpr: Any) -> float:
+    """FLOPs of all equations of a jaxpr."""
+    return sum(eqn_flops(eqn) for eqn in jaxpr.eqns)
+
+
+def _bodies(eqn: Any) -> list[tuple[Any, int]]:
+    """Inner jaxprs and how often each runs; a ``while`` counts once, ``cond`` its dearest branch."""
+    name = eqn.primitive.name
+    if name == "scan":
+        return [(_compat.open_jaxpr(eqn.params["jaxpr"])[0], eqn.params["length"])]
+    if name == "cond":
+        branches = [_compat.open_jaxpr(b)[0] for b in eqn.params["branches"]]
+        return [(max(branches, key=jaxpr_flops), 1)]
+    if name == "while":
+        return [(_compat.open_jaxpr(eqn.params["body_jaxpr"])[0], 1)]
+    try:
+        return [(_compat.inner_jaxpr(eqn)[0], 1)]
+    except KeyError:
+        return []

@@ -1,0 +1,156 @@
+"""Cluster the nodes of a graph into layers: the units that stages are made of.
+
+Alpa's operator clustering (section 5.2 of its paper): among all ways to cut the program into K runs
+of about equal work, take the one whose cuts carry the fewest bytes. A cut may lie between two
+iterations of a ``lax.scan``, where it carries the scan's carry.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from arena_jax.compiler import _compat
+from arena_jax.compiler.flops import array_bytes, eqn_flops
+from arena_jax.compiler.graph import PLACED, Graph
+
+MAX_LAYERS = 16
+# A layer may hold this much more work than the mean before the clustering is loosened.
+_SLACK = 1.5
+_NUM_BUCKETS = 160
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """A place to cut: before node ``node``, or inside it before scan iteration ``iteration``."""
+
+    node: int
+    iteration: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """The layers of a graph.
+
+    Attributes:
+        starts: where each layer begins; the first is the start of the program.
+        flops: forward FLOPs of each layer for one microbatch.
+        live_bytes: bytes that cross into each layer (0 for the first).
+    """
+
+    starts: tuple[Position, ...]
+    flops: tuple[float, ...]
+    live_bytes: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.starts)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    position: Position
+    work: float
+    live_bytes: int
+
+
+def find_layers(graph: Graph, max_layers: int = MAX_LAYERS) -> Layers:
+    """Cut the graph into at most ``max_layers`` layers of about equal FLOPs."""
+    candidates, total = _candidates(graph)
+    buckets = _thin(candidates, total)
+    for count in range(min(max_layers, len(buckets) + 1), 0, -1):
+        chosen = _choose(buckets, total, count)
+        if chosen is not None:
+            return _layers(chosen, total)
+    return _layers([], total)
+
+
+def _layers(chosen: Sequence[_Candidate], total: float) -> Layers:
+    marks = [0.0, *(c.work for c in chosen), total]
+    return Layers(
+        starts=(Position(0), *(c.position for c in chosen)),
+        flops=tuple(b - a for a, b in zip(marks, marks[1:], strict=False)),
+        live_bytes=(0, *(c.live_bytes for c in chosen)),
+    )
+
+
+def _candidates(graph: Graph) -> tuple[list[_Candidate], float]:
+    """Every place where a cut is possible, with the work before it and the bytes that cross."""
+    last_use: dict[Any, int] = {}
+    for index, node in enumerate(graph.nodes):
+        for atom in node.eqn.invars:
+            if not isinstance(atom, _compat.Literal):
+                last_use[atom] = index
+    for atom in graph.trace.jaxpr.outvars[:2]:
+        if not isinstance(atom, _compat.Literal):
+            last_use[atom] = len(graph.nodes)
+    dying: dict[int, int] = {}
+    found: list[_Candidate] = []
+    live, work = 0, 0.0
+    for index, node in enumerate(graph.nodes):
+        if index and node.placed:
+            found.append(_Candidate(Position(index), work, live))
+        if not node.placed:
+            live -= dying.pop(index, 0)
+            continue
+        flops = eqn_flops(node.eqn)
+        if node.eqn.primitive.name == "scan" and not node.eqn.params["reverse"]:
+            found.extend(_inside_scan(node.eqn, index, work, flops, live))
+        work += flops
+        for var in node.eqn.outvars:
+            until = last_use.get(var, index)
+            if until > index and graph.flag(var) & PLACED:
+                size = array_bytes(var)
+                live += size
+                dying[until] = dying.get(until, 0) + size
+        live -= dying.pop(index, 0)
+    return found, work
+
+
+def _inside_scan(eqn: Any, index: int, work: float, flops: float, live: int) -> list[_Candidate]:
+    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    carry = sum(array_bytes(a) for a in eqn.invars[num_consts : num_consts + num_carry])
+    length = eqn.params["length"]
+    return [_Candidate(Position(index, i), work + flops * i / length, live + carry) for i in range(1, length)]
+
+
+def _thin(candidates: Sequence[_Candidate], total: float) -> list[_Candidate]:
+    """Keep the lightest cut of every equal share of the work, so that the program below stays small."""
+    best: dict[int, _Candidate] = {}
+    for candidate in candidates:
+        if not 0 < candidate.work < total or candidate.live_bytes == 0:
+            continue
+        bucket = int(candidate.work / total * _NUM_BUCKETS)
+        if bucket not in best or candidate.live_bytes < best[bucket].live_bytes:
+            best[bucket] = candidate
+    return [best[b] for b in sorted(best)]
+
+
+def _choose(cuts: Sequence[_Candidate], total: float, num_layers: int) -> list[_Candidate] | None:
+    """Least bytes over ``num_layers - 1`` cuts such that no layer exceeds its share by the slack."""
+    limit = total / num_layers * _SLACK
+    marks = [0.0, *(c.work for c in cuts), total]
+    costs = [0.0, *(float(c.live_bytes) for c in cuts), 0.0]
+    end = len(marks) - 1
+    infinity = float("inf")
+    # best[k][j]: least bytes with the k-th cut at mark j; cut 0 is the start of the program.
+    best = [[infinity] * (end + 1) for _ in range(num_layers + 1)]
+    came_from = [[0] * (end + 1) for _ in range(num_layers + 1)]
+    best[0][0] = 0.0
+    for k in range(1, num_layers + 1):
+        for j in range(1, end + 1):
+            if (j == end) != (k == num_layers):
+                continue
+            first = bisect_right(marks, marks[j] - limit - 1e-9 * total)
+            for i in range(first, j):
+                value = best[k - 1][i] + costs[j]
+                if value < best[k][j]:
+                    best[k][j], came_from[k][j] = value, i
+    if best[num_layers][end] == infinity:
+        return None
+    chosen, j = [], end
+    for k in range(num_layers, 0, -1):
+        j = came_from[k][j]
+        if j:
+            chosen.append(cuts[j - 1])
+    return chosen[::-1]

@@ -1,0 +1,304 @@
+"""What is to be trained: a model's leaves, its loss, its optimizer and its global batch, abstractly.
+
+Nothing here materialises a parameter. A :class:`Problem` is the single description that tracing,
+planning, lowering and checkpoints share.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from arena_jax.compiler._compat import is_key
+from arena_jax.errors import ModelError, UsageError
+from arena_jax.grid import Precision
+
+PyTree = Any
+LossFn = Callable[[Any, PyTree], Any]
+
+# Which collection a leaf of the model belongs to.
+PARAMS, FROZEN, STATE = "params", "frozen", "state"
+KINDS = (PARAMS, FROZEN, STATE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One array of the model: its path, collection and abstract value."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def is_key(self) -> bool:
+        return is_key(self)
+
+    @property
+    def num_bytes(self) -> int:
+        size = 1
+        for dim in self.shape:
+            size *= dim
+        return size * (8 if self.is_key else jnp.dtype(self.dtype).itemsize)
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLeaf:
+    """One array of the batch: name, shape of one *row* (or of the scalar), dtype."""
+
+    name: str
+    row_shape: tuple[int, ...]
+    dtype: Any
+    has_rows: bool
+
+    def struct(self, num_rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_rows, *self.row_shape) if self.has_rows else (), self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A training problem. Make one with :func:`make_problem`.
+
+    Attributes:
+        leaves: all arrays of the model, parameters first, then frozen ones, then other state.
+        batch: the arrays of the global batch.
+        global_batch: rows of the global batch.
+        optimizer: any optax transformation.
+        precision: dtype policy of the run.
+        seed: seed of the model's ``nnx.Rngs``.
+    """
+
+    leaves: tuple[Leaf, ...]
+    batch: tuple[BatchLeaf, ...]
+    global_batch: int
+    optimizer: optax.GradientTransformation
+    loss_fn: LossFn
+    precision: Precision
+    seed: int
+    graphdef: Any = field(repr=False)
+    eval_graphdef: Any = field(repr=False)
+    treedefs: Mapping[str, Any] = field(repr=False)
+    batch_treedef: Any = field(repr=False)
+    make_values: Callable[[int], list[Any]] = field(repr=False)
+    concrete: bool = False
+
+    def of_kind(self, kind: str) -> tuple[Leaf, ...]:
+        return tuple(leaf for leaf in self.leaves if leaf.kind == kind)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Number of scalar parameters, frozen ones included."""
+        return sum(_size(leaf.shape) for leaf in self.leaves if leaf.kind != STATE)
+
+    @property
+    def params_struct(self) -> PyTree:
+        """The trainable parameters as the abstract ``nnx.State`` that optax sees."""
+        return self.treedefs[PARAMS].unflatten([leaf.struct for leaf in self.of_kind(PARAMS)])
+
+    @cached_property
+    def optimizer_struct(self) -> PyTree:
+        """Abstract optimizer state."""
+        try:
+            return jax.eval_shape(self.optimizer.init, self.params_struct)
+        except Exception as error:
+            raise ModelError(f"the optimizer's init failed on these parameters: {error}") from error
+
+    @cached_property
+    def optimizer_names(self) -> tuple[str, ...]:
+        """A stable name for every leaf of the optimizer state."""
+        paths = jax.tree_util.tree_flatten_with_path(self.optimizer_struct)[0]
+        return tuple(path_name(path) for path, _ in paths)
+
+    def rows_of(self, num_microbatches: int) -> int:
+        """Rows of one microbatch."""
+        return self.global_batch // num_microbatches
+
+    def with_batch(self, global_batch: int) -> "Problem":
+        return replace(self, global_batch=global_batch)
+
+
+def make_problem(
+    model: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
+    optimizer: optax.GradientTransformation,
+    loss_fn: LossFn,
+    batch: PyTree,
+    *,
+    precision: Precision | None = None,
+    trainable: Any = None,
+    seed: int = 0,
+) -> Problem:
+    """Describe a training problem without materialising anything new.
+
+    Args:
+        model: a module, or a factory ``rngs -> module`` (then parameters are only ever made sharded).
+        optimizer: any optax transformation.
+        loss_fn: ``(model, batch) -> loss``, or ``Weighted``, or ``(that, metrics)``.
+        batch: a global batch, arrays or ``jax.ShapeDtypeStruct``; leaves share their leading dim,
+            scalars are broadcast.
+        precision: dtype policy, ``None`` for the model's own dtypes.
+        trainable: an nnx filter as in ``nnx.Optimizer``'s ``wrt``; the rest gets no gradient.
+        seed: seed for ``nnx.Rngs``.
+
+    Raises:
+        ModelError, UsageError: what was received and what would work.
+    """
+    precision = precision or Precision()
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise ModelError(
+            f"the optimizer is a {type(optimizer).__name__}, not an optax transformation",
+            hint="pass the optax transformation itself, e.g. optax.adamw(1e-3), not an nnx.Optimizer",
+        )
+    make_model, abstract = _abstract_model(model, seed)
+    filters = _filters(trainable)
+    graphdef, *states = nnx.split(abstract, *filters)
+    leaves: list[Leaf] = []
+    treedefs = {}
+    for kind, state in zip(KINDS, states, strict=True):
+        paths, treedefs[kind] = jax.tree_util.tree_flatten_with_path(state)
+        for path, value in paths:
+            dtype = _parameter_dtype(value, precision) if kind != STATE else value.dtype
+            leaves.append(Leaf(name=path_name(path), kind=kind, shape=tuple(value.shape), dtype=dtype))
+    if not any(leaf.kind == PARAMS for leaf in leaves):
+        raise ModelError(
+            "the model has no trainable parameter",
+            hint="parameters are nnx.Param variables; `trainable` selects among them",
+        )
+    _refuse_keys(leaves)
+    batch_leaves, batch_treedef, rows = _describe_batch(batch)
+    problem_leaves = tuple(leaves)
+
+    def make_values(init_seed: int) -> list[Any]:
+        module = make_model(init_seed)
+        values = [v for state in nnx.split(module, *filters)[1:] for v in jax.tree.leaves(state)]
+        return [
+            v if leaf.is_key else jnp.asarray(v).astype(leaf.dtype)
+            for v, leaf in zip(values, problem_leaves, strict=True)
+        ]
+
+    return Problem(
+        leaves=problem_leaves,
+        batch=batch_leaves,
+        global_batch=rows,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        precision=precision,
+        seed=seed,
+        graphdef=graphdef,
+        eval_graphdef=_eval_graphdef(graphdef, states, filters),
+        treedefs=treedefs,
+        batch_treedef=batch_treedef,
+        make_values=make_values,
+        concrete=isinstance(model, nnx.Module),
+    )
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """``blocks/0/mlp/kernel`` for a jax key path; nnx's trailing ``.value`` is dropped."""
+    parts = []
+    for key in path:
+        for attribute in ("key", "idx", "name"):
+            if hasattr(key, attribute):
+                parts.append(str(getattr(key, attribute)))
+                break
+        else:
+            parts.append(str(key))
+    if len(parts) > 1 and parts[-1] == "value":
+        parts.pop()
+    return "/".join(parts)
+
+
+def _abstract_model(model: Any, seed: int) -> tuple[Callable[[int], nnx.Module], nnx.Module]:
+    if isinstance(model, nnx.Module):
+        return lambda _: model, model
+    if not callable(model):
+        raise ModelError(
+            f"the model is a {type(model).__name__}, neither an nnx.Module nor a factory rngs -> nnx.Module",
+            hint="wrap a Linen module as lambda rngs: nnx.bridge.ToNNX(module, rngs).lazy_init(example)",
+        )
+
+    def make(init_seed: int) -> nnx.Module:
+        return model(nnx.Rngs(init_seed))
+
+    abstract = nnx.eval_shape(lambda: make(seed))
+    if not isinstance(abstract, nnx.Module):
+        raise ModelError(
+            f"the model factory returned a {type(abstract).__name__}, not an nnx.Module",
+            hint="a factory takes nnx.Rngs and returns the module",
+        )
+    return make, abstract
+
+
+def _filters(trainable: Any) -> tuple[Any, Any, Any]:
+    wrt = nnx.Param if trainable is None else nnx.All(nnx.Param, trainable)
+    return wrt, nnx.All(nnx.Param, nnx.Not(wrt)), nnx.Not(nnx.Param)
+
+
+def _eval_graphdef(graphdef: Any, states: list[Any], filters: tuple[Any, ...]) -> Any:
+    """The graph definition of the same model in ``.eval()`` mode; the caller's stays as it was."""
+    copy = nnx.merge(graphdef, *states)
+    copy.eval()
+    return nnx.split(copy, *filters)[0]
+
+
+def _parameter_dtype(value: Any, precision: Precision) -> Any:
+    if precision.parameter is None or not jnp.issubdtype(value.dtype, jnp.floating):
+        return value.dtype
+    return jnp.dtype(precision.parameter)
+
+
+def _refuse_keys(leaves: list[Leaf]) -> None:
+    for leaf in leaves:
+        if leaf.is_key and "fry" not in str(leaf.dtype):
+            raise ModelError(
+                f"{leaf.name} is a {leaf.dtype} key; only threefry gives the same numbers under every sharding",
+                hint="use jax.random.key(seed), or jax_default_prng_impl=threefry2x32",
+            )
+
+
+def _describe_batch(batch: PyTree) -> tuple[tuple[BatchLeaf, ...], Any, int]:
+    paths, treedef = jax.tree_util.tree_flatten_with_path(batch)
+    if not paths:
+        raise UsageError("the batch has no arrays")
+    described: list[BatchLeaf] = []
+    rows: dict[str, int] = {}
+    for path, value in paths:
+        name = path_name(path) or "batch"
+        if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+            value = jnp.asarray(value) if isinstance(value, int | float | bool) else None
+        if value is None:
+            raise UsageError(f"batch leaf {name!r} is no array", hint="a batch is a pytree of arrays and scalars")
+        has_rows = len(value.shape) > 0
+        if has_rows:
+            rows[name] = value.shape[0]
+        described.append(
+            BatchLeaf(
+                name=name,
+                row_shape=tuple(value.shape[1:]),
+                dtype=jax.dtypes.canonicalize_dtype(value.dtype),
+                has_rows=has_rows,
+            )
+        )
+    counts = set(rows.values())
+    if len(counts) != 1 or 0 in counts:
+        received = ", ".join(f"{name}: {n}" for name, n in rows.items()) or "only scalars"
+        raise UsageError(
+            f"batch leaves must share a leading dim of at least 1; received {received}",
+            hint="give every array one row per sample; scalars are broadcast",
+        )
+    return tuple(described), treedef, counts.pop()
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for dim in shape:
+        size *= dim
+    return size
