@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 NUM_CPU_DEVICES = 8
+ROOT = Path(__file__).resolve().parents[1]
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -33,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(NUM_CPU_DEVICES),
         "JAX_NUMPY_RANK_PROMOTION": "raise",
+        # Started processes run this checkout, installed or not.
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
     if config.cache is not None:
         # Compiled programs depend on their input only, so these may outlive the run.
@@ -66,7 +69,7 @@ def golden(request: pytest.FixtureRequest):
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of measured data from others; tests that need it skip where it is absent."""
-    default = Path(__file__).resolve().parents[1] / "../shared/data"
+    default = ROOT / "../shared/data"
     folder = Path(os.environ.get("ARENA_JAX_DATA", default))
     if not folder.is_dir():
         pytest.skip("no folder of measured data (set ARENA_JAX_DATA)")

@@ -60,7 +60,7 @@ class MLflowTracker:
 
     def open(self, run_start: Event) -> None:
         """Find or create the run, and log what is known at the start: params, recipe, versions."""
-        client = self._connect()
+        client = self.connect()
         state = self.state
         if state.get("arena_run_id") != run_start.get("run_id"):
             state = {"uri": self.uri, "experiment": self.experiment, "arena_run_id": run_start.get("run_id")}
@@ -103,7 +103,8 @@ class MLflowTracker:
             return f"{self.uri.rstrip('/')}/#/experiments/{experiment}/runs/{run}" if run else self.uri
         return f"{_mlflow_command()} ui --backend-store-uri {self.uri}"
 
-    def _connect(self) -> Any:
+    def connect(self) -> Any:
+        """The ``MlflowClient``, made on first use."""
         if self._client is None:
             os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(HTTP_TIMEOUT_S))
             os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", str(HTTP_RETRIES))
@@ -115,7 +116,7 @@ class MLflowTracker:
         return self._client
 
     def _experiment_id(self) -> str:
-        client = self._connect()
+        client = self.connect()
         found = client.get_experiment_by_name(self.experiment)
         if found is not None:
             return str(found.experiment_id)
@@ -125,7 +126,7 @@ class MLflowTracker:
         return str(client.create_experiment(self.experiment, artifact_location=location))
 
     def _find_or_create(self, experiment_id: str, name: str, tags: Mapping[str, str]) -> str:
-        client = self._connect()
+        client = self.connect()
         query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
         found = client.search_runs([experiment_id], filter_string=query, max_results=1)
         if found:
@@ -136,7 +137,7 @@ class MLflowTracker:
     def _log_start(self, parent: str, run_start: Event) -> None:
         from mlflow.entities import Param, RunTag
 
-        client = self._connect()
+        client = self.connect()
         logged = client.get_run(parent).data.params
         params, tags = [], [RunTag(TAG_RUN, str(run_start.get("run_id")))]
         for key, value in _flat(run_start.get("params") or {}):
@@ -167,7 +168,7 @@ class MLflowTracker:
         name = f"candidates-{count}.json" if count else "candidates.json"
         columns = list(dict.fromkeys(key for row in rows for key in row))
         table = {"columns": columns, "data": [[row.get(key) for key in columns] for row in rows]}
-        client, parent = self._connect(), self.state["parent"]
+        client, parent = self.connect(), self.state["parent"]
         client.log_text(parent, json.dumps(table), name)
         tables = [*self.state.get("tables", []), name]
         # The tag by which MLflow's page knows that a JSON file is a table.
@@ -178,7 +179,7 @@ class MLflowTracker:
     def _on_plan(self, event: Event) -> None:
         from mlflow.entities import RunTag
 
-        client, parent = self._connect(), self.state["parent"]
+        client, parent = self.connect(), self.state["parent"]
         self._end_segment("FINISHED")
         number = self.state.get("num_segments", 0)
         tags = {"mlflow.parentRunId": parent, TAG_SEGMENT: str(number)}
@@ -197,7 +198,7 @@ class MLflowTracker:
     def _on_run_end(self, event: Event) -> None:
         reason = str(event.get("stop_reason", ""))
         status = end_status(reason)
-        client, parent = self._connect(), self.state["parent"]
+        client, parent = self.connect(), self.state["parent"]
         client.set_tag(parent, "arena.stop_reason", reason)
         if event.get("message"):
             client.set_tag(parent, "arena.message", _text(event["message"]))
@@ -208,7 +209,7 @@ class MLflowTracker:
     def _end_segment(self, status: str) -> None:
         segment = self.state.get("segment")
         if segment is not None:
-            self._connect().set_terminated(segment, status=status)
+            self.connect().set_terminated(segment, status=status)
             self.state["segment"] = None
 
     def _current_runs(self) -> list[str]:
@@ -225,7 +226,7 @@ class MLflowTracker:
             values += [Metric(key, value, time, step) for key, value in metrics_of(event)]
         for run, values in by_run.items():
             for first in range(0, len(values), BATCH):
-                self._connect().log_batch(run, metrics=values[first : first + BATCH])
+                self.connect().log_batch(run, metrics=values[first : first + BATCH])
 
 
 def metrics_of(event: Event) -> Iterator[tuple[str, float]]:
