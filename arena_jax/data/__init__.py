@@ -8,6 +8,7 @@ from arena_jax.data.corpus import Corpus as Corpus
 from arena_jax.data.corpus import standard_library as standard_library
 from arena_jax.data.corpus import text_files as text_files
 from arena_jax.data.corpus import token_file as token_file
+from arena_jax.data.images import DIGIT_SIZE as DIGIT_SIZE
 from arena_jax.data.images import Digits as Digits
 from arena_jax.data.images import Shapes as Shapes
 from arena_jax.data.loader import EvalBatches as EvalBatches
