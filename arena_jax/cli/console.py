@@ -20,10 +20,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
 
 
+def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Recipe names that begin with what was typed."""
+    from arena_jax.recipe import find_recipes
+
+    return [info.name for info in find_recipes() if info.name.startswith(incomplete)]
+
+
 def recipe_arguments(function: F) -> F:
     """Add ``RECIPE [KEY=VALUE]...``: parameters ``recipe: str`` and ``overrides: tuple[str, ...]``."""
     function = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")(function)
-    return click.argument("recipe", metavar="RECIPE", shell_complete=_complete_recipe)(function)
+    return click.argument("recipe", metavar="RECIPE", shell_complete=complete_recipe)(function)
 
 
 def data(text: str = "") -> None:
@@ -80,9 +87,3 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):  # a numpy or jax scalar
         return _plain(value.item())
     return str(value)
-
-
-def _complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    from arena_jax.recipe import find_recipes
-
-    return [info.name for info in find_recipes() if info.name.startswith(incomplete)]

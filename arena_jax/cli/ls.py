@@ -1,5 +1,7 @@
 """``arena-jax ls``: the recipes, found on disk."""
 
+import sys
+
 import click
 
 from arena_jax.cli import console
@@ -17,7 +19,7 @@ def command(as_json: bool) -> None:
         console.emit_json({"recipes": rows})
         return
     name_width = max((len(info.name) for info in recipes), default=0)
-    room = console.width() - name_width - 3
+    room = console.width() - name_width - 2 if sys.stdout.isatty() else 1000
     for info in recipes:
         console.data(f"{info.name:{name_width}}  {_shorten(info.summary, room)}".rstrip())
 
