@@ -5,7 +5,7 @@ import click
 from arena_jax.cli import console
 
 
-@click.command(short_help="Print a recipe.")
+@click.command()
 @console.recipe_arguments
 @click.option("--resolved", is_flag=True, help="With defaults filled in and overrides applied.")
 def command(recipe: str, overrides: tuple[str, ...], resolved: bool) -> None:

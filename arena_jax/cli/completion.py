@@ -14,7 +14,7 @@ _WHERE = {
 }
 
 
-@click.command(short_help="Print the shell completion script.")
+@click.command()
 @click.argument("shell", type=click.Choice(sorted(_WHERE)))
 @click.pass_context
 def command(ctx: click.Context, shell: str) -> None:

@@ -9,7 +9,7 @@ from arena_jax.cli import console
 from arena_jax.errors import UsageError
 
 
-@click.command(short_help="Copy a recipe to edit it.")
+@click.command()
 @click.argument("recipe", metavar="RECIPE", shell_complete=console.complete_recipe)
 @click.argument("dest", metavar="DEST", type=click.Path(path_type=Path))
 @click.option("--force", is_flag=True, help="Overwrite DEST.")

@@ -12,7 +12,7 @@ from arena_jax.errors import EXIT_FAILED
 _MARKS = {"ok": ("ok", "green"), "note": ("--", "cyan"), "warning": ("!!", "yellow"), "broken": ("XX", "red")}
 
 
-@click.command(short_help="Say what is installed, what is missing, how to get it.")
+@click.command()
 @click.option("--install-alpa", is_flag=True, help="First install the alpa solver into a folder of its own.")
 @console.json_option
 @click.pass_context

@@ -7,7 +7,7 @@ import click
 from arena_jax.cli import console
 
 
-@click.command(short_help="List the recipes.")
+@click.command()
 @console.json_option
 def command(as_json: bool) -> None:
     """List the recipes that are found on disk."""

@@ -128,14 +128,14 @@ class Progress:
         tail = f"{done}/{self._num_steps}" + (f"  eta {clock(eta)}" if eta is not None else "")
         bar_width = max(8, min(40, self.console.width - len(where) - len(tail) - 4))
         head.add_row(where, ProgressBar(total=self._num_steps, completed=done, width=bar_width), tail)
-        facts = "  ".join(_facts(self._step)) if self._step is not None else "compiling"
+        facts = "  ".join(_facts(self._step, estimate=True)) if self._step is not None else "compiling"
         return Group(head, Text(facts, no_wrap=True, overflow="ellipsis"))
 
     def _eta_s(self) -> float | None:
-        if len(self._times) < 2:
+        if len(self._times) < 2 or self._times[-1][0] >= self._num_steps:
             return None
         (first, began), (last, now) = self._times[0], self._times[-1]
-        return (now - began) / (last - first) * max(0, self._num_steps - last) if last > first else None
+        return (now - began) / (last - first) * (self._num_steps - last) if last > first else None
 
 
 def render_candidates(rows: Sequence[Mapping[str, Any]], *, file: TextIO | None = None) -> None:
@@ -171,10 +171,12 @@ def _candidates(rows: Sequence[Mapping[str, Any]], width: int) -> Iterator[Rende
         yield Text(f"... and {len(order) - MAX_ROWS} more", style="dim")
 
 
-def _facts(event: Event) -> Iterator[str]:
+def _facts(event: Event, *, estimate: bool = False) -> Iterator[str]:
     yield f"loss {number(event.get('loss'))}"
     if event.get("step_time_s") is not None:
         yield f"{seconds(event['step_time_s'])}/step"
+    if estimate and event.get("estimated_step_time_s") is not None:
+        yield f"(estimated {seconds(event['estimated_step_time_s'])})"
     if event.get("rate") is not None:
         yield f"{float(event['rate']):,.0f} {event.get('rate_unit') or 'samples'}/s"
 

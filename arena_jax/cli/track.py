@@ -8,12 +8,12 @@ from arena_jax.cli import console
 from arena_jax.errors import ArenaError
 
 
-@click.group(short_help="Send a run's event log to its tracker.")
+@click.group()
 def command() -> None:
     """Send a run's event log to its tracker."""
 
 
-@command.command(short_help="Send what the tracker has not seen.")
+@command.command()
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--uri", help="Tracking URI; by default the one the run used.")
 @click.option("--experiment", help="Experiment; by default the one the run used.")

@@ -6,7 +6,7 @@ from arena_jax.cli import console
 from arena_jax.errors import EXIT_USAGE, RecipeError, UsageError
 
 
-@click.command(short_help="Check a recipe and name every fault.")
+@click.command()
 @console.recipe_arguments
 @console.json_option
 @click.pass_context
