@@ -1,0 +1,437 @@
+"""The training loop: steps back to back, and everything else at the boundaries between them.
+
+Between two steps the loop may evaluate, save, obey a scheduler or a signal. Each of these first
+drains the steps in flight, so a state is only ever saved or moved when every loss up to it is known
+to be finite. All ``step`` numbers count completed steps.
+"""
+
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import jax
+
+from arena_jax.errors import ArenaError, NonFiniteLossError
+from arena_jax.grid import Allocation, GridShape, Pause, Plan, Request, SchedulerHook, StepReport, Stop
+from arena_jax.runtime.checkpoint import CheckpointStore, Saved
+from arena_jax.runtime.checkpoint_info import CheckpointInfo
+from arena_jax.runtime.feed import Feed
+from arena_jax.runtime.journal import Journal
+from arena_jax.runtime.metrics import EvalMean, InFlight, StepRecord, is_bad, num_rows
+from arena_jax.runtime.signals import StopSignals
+
+StopReason = Literal["done", "data_ended", "interrupted", "terminated", "stopped"]
+
+_PAUSE_POLL_S = 0.2
+
+
+class Program(Protocol):
+    """A compiled plan, as the loop uses it. Steps are dispatched, not waited for."""
+
+    @property
+    def plan(self) -> Plan: ...
+    def step(self, state: Any, batch: Any) -> tuple[Any, Mapping[str, Any]]: ...
+    def eval_step(self, state: Any, batch: Any) -> Mapping[str, Any]: ...
+    def save_tree(self, state: Any) -> Mapping[str, Any]: ...
+    def abstract_tree(self) -> Mapping[str, jax.ShapeDtypeStruct]: ...
+    def load_tree(self, tree: Mapping[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A program and what was predicted of it."""
+
+    program: Program
+    estimated_step_time_s: float | None = None
+    engine: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swap:
+    """A change of plan after ``step`` completed steps.
+
+    Attributes:
+        source, target: the grids.
+        background_s: seconds of planning and compiling.
+        stall_s: seconds during which no step ran because of the swap.
+    """
+
+    step: int
+    source: GridShape
+    target: GridShape
+    reason: str
+    background_s: float
+    stall_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As the event log and ``train --json`` write it."""
+        return {
+            "step": self.step,
+            "from": str(self.source),
+            "to": str(self.target),
+            "reason": self.reason,
+            "background_s": self.background_s,
+            "stall_s": self.stall_s,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """How long to train, and what to do on the way.
+
+    Attributes:
+        num_steps: completed steps at which the run is done, those before a resume included.
+        items_per_step: how many ``item_unit`` one step trains on, for the rate.
+        eval_every, checkpoint_every: steps between; 0 never.
+        nonfinite: ``stop`` at a NaN or infinite loss, or ``skip``, which the program does itself.
+        report_every_s: seconds between reports to the scheduler.
+    """
+
+    num_steps: int
+    items_per_step: float
+    item_unit: str = "samples"
+    samples_per_step: int = 1
+    eval_every: int = 0
+    checkpoint_every: int = 0
+    nonfinite: Literal["stop", "skip"] = "stop"
+    report_every_s: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a loop ended. ``history`` has one record per step it ran."""
+
+    state: Any
+    program: Program
+    step: int
+    stop_reason: StopReason
+    history: tuple[StepRecord, ...]
+    swaps: tuple[Swap, ...]
+
+
+Recompile = Callable[[GridShape | Allocation, Sequence[int] | None], Compiled]
+"""Plan and compile for a target, on the given device numbers or the first ones."""
+
+
+class Trainer:
+    """Runs one training from a state to its end.
+
+    Args:
+        compiled: the program to begin with.
+        feed: training data, positioned at the first batch.
+        options: see :class:`LoopOptions`.
+        journal: takes every event.
+        describe: makes the description of a checkpoint at (step, program, data position).
+        store: where checkpoints go; ``None`` saves nothing.
+        eval_data: iterated anew for each evaluation.
+        hook: the scheduler's half; ``None`` when there is none.
+        recompile: how to follow the scheduler to another grid.
+        leave: what a second signal does; see :class:`StopSignals`.
+    """
+
+    def __init__(
+        self,
+        *,
+        compiled: Compiled,
+        feed: Feed,
+        options: LoopOptions,
+        journal: Journal,
+        describe: Callable[[int, Program, Any], CheckpointInfo],
+        store: CheckpointStore | None = None,
+        eval_data: Iterable[Any] | None = None,
+        hook: SchedulerHook | None = None,
+        recompile: Recompile | None = None,
+        leave: Callable[[int], Any] | None = None,
+    ) -> None:
+        self._compiled = compiled
+        self._feed = feed
+        self._options = options
+        self._journal = journal
+        self._describe = describe
+        self._store = store
+        self._eval_data = eval_data
+        self._hook = hook
+        self._recompile = recompile
+        self._leave = leave
+        self._state: Any = None
+        self._step = 0
+        self._inflight = InFlight()
+        self._history: list[StepRecord] = []
+        self._swaps: list[Swap] = []
+        self._reported_at_s = 0.0
+        self._reported_steps = 0
+        self._refused: tuple[str, ...] = ()
+        self._request_id: str | None = None
+
+    def run(self, state: Any, *, first_step: int = 0) -> Outcome:
+        """Train from ``state``, which has ``first_step`` completed steps and is used up.
+
+        Raises:
+            NonFiniteLossError: after the save under way, if any, is complete.
+        """
+        self._state, self._step = state, first_step
+        del state  # so that a pause can free it
+        with StopSignals(self._leave) as signals:
+            self._inflight.restart_clock()
+            reason = self._train(signals)
+            self._drain()
+            self._end(reason)
+        return Outcome(
+            state=self._state,
+            program=self._compiled.program,
+            step=self._step,
+            stop_reason=reason,
+            history=tuple(self._history),
+            swaps=tuple(self._swaps),
+        )
+
+    def _train(self, signals: StopSignals) -> StopReason:
+        options = self._options
+        while True:
+            self._log_saves([] if self._store is None else self._store.poll())
+            if signals.received is not None:
+                return "interrupted" if signals.received == signal.SIGINT else "terminated"
+            reason = self._obey(signals)
+            if reason is not None:
+                return reason
+            if self._step >= options.num_steps:
+                return "done"
+            try:
+                batch = self._feed.next()
+            except StopIteration:
+                self._journal.warn(f"the data ended after step {self._step}; {options.num_steps} steps were asked for")
+                return "data_ended"
+            self._state, metrics = self._compiled.program.step(self._state, batch)
+            self._step += 1
+            self._inflight.push(self._step, metrics)
+            self._record(self._inflight.due())
+            if _due(self._step, options.eval_every) and self._step < options.num_steps:
+                self._evaluate()
+            if _due(self._step, options.checkpoint_every) and self._step < options.num_steps:
+                self._save()
+
+    def _end(self, reason: StopReason) -> None:
+        if reason == "done" and self._options.eval_every and self._history:
+            self._evaluate()
+        if self._options.checkpoint_every:
+            self._save()
+        if self._store is not None:
+            self._log_saves(self._store.wait())
+        self._report("finished" if reason in ("done", "data_ended") else "stopped")
+
+    # Metrics
+
+    def _record(self, records: Iterable[StepRecord]) -> None:
+        options, estimate = self._options, self._compiled.estimated_step_time_s
+        for record in records:
+            self._history.append(record)
+            self._journal.emit(
+                "step",
+                step=record.step,
+                loss=record.loss,
+                metrics=record.metrics,
+                step_time_s=record.step_time_s,
+                rate=options.items_per_step / record.step_time_s,
+                rate_unit=options.item_unit,
+                estimated_step_time_s=estimate,
+            )
+            if is_bad(record):
+                self._on_nonfinite(record)
+        if self._hook is not None and time.monotonic() - self._reported_at_s >= options.report_every_s:
+            self._report("running")
+
+    def _drain(self) -> None:
+        self._record(self._inflight.drain())
+
+    def _on_nonfinite(self, record: StepRecord) -> None:
+        what = f"the loss of step {record.step} is {record.loss}"
+        if record.loss == record.loss and abs(record.loss) != float("inf"):
+            what = f"the gradient norm of step {record.step} is {record.metrics['grad_norm']}"
+        if self._options.nonfinite == "skip":
+            self._journal.warn(f"{what}; its update was skipped")
+            return
+        saved: list[int] = []
+        if self._store is not None:
+            self._log_saves(self._store.wait())
+            saved = self._store.steps()
+        hint = "lower the learning rate, clip the gradient, or set nonfinite to 'skip'"
+        if saved:
+            hint += f"; checkpoints of steps {', '.join(map(str, saved))} are kept, all before it"
+        raise NonFiniteLossError(what, step=record.step, hint=hint)
+
+    def _evaluate(self) -> None:
+        if self._eval_data is None:
+            return
+        self._drain()
+        mean = EvalMean()
+        for batch in self._eval_data:
+            mean.add(num_rows(batch), self._compiled.program.eval_step(self._state, batch))
+        self._journal.emit("eval", step=self._step, metrics=mean.result())
+        self._inflight.restart_clock()
+
+    # Checkpoints
+
+    def _save(self) -> None:
+        if self._store is None:
+            return
+        self._drain()
+        program = self._compiled.program
+        info = self._describe(self._step, program, self._feed.position())
+        self._log_saves(self._store.save(self._step, program.save_tree(self._state), info))
+        self._inflight.restart_clock()
+
+    def _log_saves(self, saves: Iterable[Saved]) -> None:
+        for saved in saves:
+            if saved.error is None:
+                self._journal.emit(
+                    "checkpoint",
+                    step=saved.step,
+                    path=str(saved.path),
+                    seconds=saved.seconds,
+                    blocked_s=saved.blocked_s,
+                )
+            else:
+                self._journal.warn(
+                    f"the checkpoint of step {saved.step} was not saved, training goes on: {saved.error}"
+                )
+
+    # The scheduler
+
+    def _obey(self, signals: StopSignals) -> StopReason | None:
+        """Ask the hook what is wanted at this boundary, and do it."""
+        request = self._poll()
+        if request is None:
+            return None
+        self._request_id = request.id
+        if isinstance(request.target, Stop):
+            return "stopped"
+        if isinstance(request.target, Pause):
+            return self._pause(signals)
+        self._drain()
+        self._swap(request)
+        return None
+
+    def _poll(self) -> Request | None:
+        if self._hook is None:
+            return None
+        try:
+            wanted = self._hook.poll(self._step)
+        except Exception as error:
+            self._journal.warn(f"the scheduler hook failed: {type(error).__name__}: {error}", once=True)
+            return None
+        return Request(target=wanted) if isinstance(wanted, GridShape | Allocation) else wanted
+
+    def _swap(self, request: Request) -> None:
+        """Go on under the plan of another grid, with the same state, at this step boundary."""
+        began_s = time.perf_counter()
+        source = self._compiled.program.plan.grid
+        compiled = self._prepare(request)
+        if compiled is None:
+            return
+        background_s = time.perf_counter() - began_s
+        old = self._compiled.program
+        self._state = compiled.program.load_tree(old.save_tree(self._state))
+        jax.block_until_ready(jax.tree.leaves(self._state))
+        self._adopt(compiled, source, request, background_s, stall_s=time.perf_counter() - began_s)
+
+    def _prepare(self, request: Request) -> Compiled | None:
+        """Plan and compile for a request; a request that cannot be met is refused, not fatal."""
+        target = request.target
+        assert isinstance(target, GridShape | Allocation)
+        if self._recompile is None or target in (self._compiled.program.plan.grid,):
+            return None
+        try:
+            return self._recompile(target, request.devices)
+        except ArenaError as error:
+            message = f"cannot go to {target}: {error.message}"
+            self._refused = (*self._refused, message)
+            self._journal.warn(message)
+            self._report("running")
+            self._inflight.restart_clock()
+            return None
+
+    def _adopt(
+        self, compiled: Compiled, source: GridShape, request: Request, background_s: float, *, stall_s: float
+    ) -> None:
+        plan = compiled.program.plan
+        self._compiled = compiled
+        swap = Swap(
+            step=self._step,
+            source=source,
+            target=plan.grid,
+            reason=request.reason,
+            background_s=background_s,
+            stall_s=stall_s,
+        )
+        self._swaps.append(swap)
+        self._journal.emit("swap", **swap.to_json())
+        self._journal.plan(plan, step=self._step, reason="swap", compiled=compiled)
+        self._report("running")
+        self._inflight.restart_clock()
+
+    def _pause(self, signals: StopSignals) -> StopReason | None:
+        """Save, move the state to host memory so that the devices are free, and wait to go on."""
+        began_s = time.perf_counter()
+        self._drain()
+        self._save()
+        if self._store is not None:
+            self._log_saves(self._store.wait())
+        source = self._compiled.program.plan.grid
+        tree = jax.device_get(dict(self._compiled.program.save_tree(self._state)))
+        self._state = None
+        self._journal.emit("pause", step=self._step)
+        self._report("paused")
+        compiled: Compiled | None = self._compiled
+        while True:
+            time.sleep(_PAUSE_POLL_S)
+            request = self._poll()
+            stopping = signals.received is not None or (request is not None and isinstance(request.target, Stop))
+            if stopping:  # the state comes back, so that the caller still gets a model
+                self._state = self._compiled.program.load_tree(tree)
+                return None if signals.received is not None else "stopped"
+            if request is None or isinstance(request.target, Pause):
+                continue
+            self._request_id = request.id
+            prepared_s = time.perf_counter()
+            if request.target != source:
+                compiled = self._prepare(request)
+                if compiled is None:
+                    continue
+            assert compiled is not None
+            background_s = time.perf_counter() - prepared_s
+            self._state = compiled.program.load_tree(tree)
+            request = replace(request, reason=request.reason or "pause")
+            self._adopt(compiled, source, request, background_s, stall_s=time.perf_counter() - began_s)
+            return None
+
+    def _report(self, state: str) -> None:
+        if self._hook is None:
+            return
+        recent = self._history[self._reported_steps :] or self._history[-1:]
+        step_time_s = statistics.fmean(r.step_time_s for r in recent) if recent else 0.0
+        plan = self._compiled.program.plan
+        report = StepReport(
+            step=self._step,
+            num_steps=self._options.num_steps,
+            loss=recent[-1].loss if recent else None,
+            step_time_s=step_time_s,
+            estimated_step_time_s=self._compiled.estimated_step_time_s,
+            samples_per_s=self._options.samples_per_step / step_time_s if step_time_s else 0.0,
+            plan_id=plan.plan_id,
+            grid=plan.grid,
+            state=state,
+            request_id=self._request_id,
+            errors=self._refused,
+        )
+        self._reported_at_s, self._reported_steps, self._refused = time.monotonic(), len(self._history), ()
+        try:
+            self._hook.report(report)
+        except Exception as error:
+            self._journal.warn(f"the scheduler hook failed: {type(error).__name__}: {error}", once=True)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
