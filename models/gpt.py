@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .transformer import Block, LayerNorm, Stack, cross_entropy, dropout_or_identity, embed, normal
+from .stack import Stack
+from .transformer import Block, LayerNorm, cross_entropy, dropout_or_identity, embed, normal
 
 
 @dataclass(frozen=True, kw_only=True)
