@@ -29,7 +29,8 @@ $(STAMP): pyproject.toml constraints.txt
 	  rm -rf $(VENV); \
 	  echo "error: '$(PYTHON) -m venv' failed" >&2; \
 	  echo "  hint: Debian and Ubuntu keep it in a package: apt install python3-venv" >&2; exit 2; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "installing the pinned dependencies into $(VENV); the first time takes some minutes"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -m pip check --disable-pip-version-check
 	@$(BIN)/python -m arena_jax.solver_setup || \
 	  echo "warning: going on without the alpa solver; the default engine (highs) does not need it" >&2

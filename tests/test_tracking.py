@@ -211,6 +211,13 @@ def test_mlflow_holds_the_run(tmp_path, store, fluent):
     assert tracker.how_to_open().endswith(f"mlflow ui --backend-store-uri {store}")
 
 
+def test_mlflow_leaves_stdout_alone(tmp_path, store, capfd):
+    with EventLog(tmp_path / "events.jsonl") as log:
+        emit_run(log)
+    sync(tmp_path, MLflowTracker(store, experiment="quiet"))
+    assert capfd.readouterr().out == ""
+
+
 def test_mlflow_sees_every_event_once_though_calls_are_repeated(tmp_path, store):
     with EventLog(tmp_path / "events.jsonl") as log:
         emit_run(log)

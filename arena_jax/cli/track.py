@@ -20,7 +20,7 @@ def command() -> None:
 @console.json_option
 def sync(run: Path, uri: str | None, experiment: str | None, as_json: bool) -> None:
     """Send the events of the run folder RUN that its tracker has not seen, each exactly once."""
-    from arena_jax.tracking import MLflowTracker, stored_state
+    from arena_jax.tracking import MLflowTracker, short_reason, stored_state
     from arena_jax.tracking import sync as send
 
     known = stored_state(run)
@@ -31,9 +31,8 @@ def sync(run: Path, uri: str | None, experiment: str | None, as_json: bool) -> N
     except ArenaError:
         raise
     except Exception as error:  # mlflow's, requests' and SQLAlchemy's errors have no common base
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ArenaError(
-            f"{tracker.uri} did not take the events of {str(run)!r}: {reason[:300]}",
+            f"{tracker.uri} did not take the events of {str(run)!r}: {short_reason(error)}",
             hint="nothing is lost; run this again when the server is up, or name another with --uri",
         ) from error
     if as_json:

@@ -108,6 +108,8 @@ class MLflowTracker:
         if self._client is None:
             os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(HTTP_TIMEOUT_S))
             os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", str(HTTP_RETRIES))
+            # It greets the end of every run on stdout, which is ours for data.
+            os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
             for noisy in ("alembic", "mlflow.store.db.utils"):
                 logging.getLogger(noisy).setLevel(logging.WARNING)
             from mlflow.tracking import MlflowClient

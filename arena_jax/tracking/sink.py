@@ -98,7 +98,7 @@ class Sink:
     def _report(self, error: Exception) -> None:
         if not self._failed:
             self._on_warning(
-                f"tracking failed, the run goes on and the event log keeps everything: {_first_line(error)}"
+                f"tracking failed, the run goes on and the event log keeps everything: {short_reason(error)}"
             )
         self._failed = True
 
@@ -229,6 +229,8 @@ def _locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
+def short_reason(error: Exception) -> str:
+    """One line of at most 160 characters that says what a tracker's exception is about."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # HTTP clients append the whole chain of their inner exceptions.
+    return lines[0].partition(" with exception ")[0].partition(" (Caused by")[0][:160]
