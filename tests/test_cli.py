@@ -67,7 +67,7 @@ def test_no_arguments_shows_help_and_is_a_usage_error(run):
 def test_unknown_verb_names_the_nearest(run):
     code, out, err = run("tran", "gpt_tiny")
     assert (code, out) == (2, "")
-    assert "no verb 'tran' (did you mean 'train'?)" in err
+    assert err == "error: no verb 'tran' (did you mean 'train'?)\n  hint: arena-jax --help\n"
 
 
 def test_unknown_option_is_a_usage_error_also_as_json(run):

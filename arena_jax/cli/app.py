@@ -81,10 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         error.show()
         return EXIT_USAGE
     except click.UsageError as error:
-        if as_json:
-            return _fail({"type": "UsageError", "message": error.format_message()}, "", EXIT_USAGE, as_json)
-        error.show()
-        return EXIT_USAGE
+        message = error.format_message()
+        where = error.ctx.command_path if error.ctx is not None else "arena-jax"
+        hint = f"{where} --help"
+        description = {"type": "UsageError", "message": message, "hint": hint}
+        return _fail(description, f"{message}\n  hint: {hint}", EXIT_USAGE, as_json)
     except click.ClickException as error:
         message = error.format_message()
         return _fail({"type": "UsageError", "message": message}, message, error.exit_code, as_json)
