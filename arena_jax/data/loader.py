@@ -182,52 +182,67 @@ class SequenceLoader:
 class IterableLoader:
     """Any iterable of batches, such as a grain iterator; its own position passes through.
 
-    An iterable without ``get_state`` and ``set_state`` trains but cannot be resumed: skipping batches
-    to catch up would hide that its order may have changed.
+    The position is kept by the iterator, or by the object it came from. Where neither has ``get_state``
+    and ``set_state`` the data trains but cannot be resumed: skipping batches to catch up would hide
+    that their order may have changed.
     """
 
-    fingerprint = ""
-
     def __init__(self, iterable: Iterable[Any]) -> None:
-        self.iterator: Any = iter(iterable)
-        self.num_given = 0
+        self._iterable = iterable
+        self._iterator = iter(iterable)
+        self._num_given = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """The iterable's own fingerprint, or an empty string."""
+        return str(getattr(self._iterable, "fingerprint", ""))
 
     def __iter__(self) -> "IterableLoader":
         return self
 
     def __next__(self) -> Any:
         try:
-            batch = next(self.iterator)
+            batch = next(self._iterator)
         except StopIteration:
-            if self.num_given:
+            if self._num_given:
                 raise
             raise DataError("the data yields no batch") from None
-        self.num_given += 1
+        self._num_given += 1
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """Return the iterator's own state as JSON values; bytes are wrapped in base64."""
-        if not hasattr(self.iterator, "get_state"):
-            return {"num_given": self.num_given}
-        state = self.iterator.get_state()
+        """Return the owner's state as JSON values (bytes wrapped in base64) and the number of batches given."""
+        keeper = self._keeper()
+        if keeper is None:
+            return {"num_given": self._num_given}
+        state = keeper.get_state()
         if isinstance(state, bytes):
             state = {"base64": base64.b64encode(state).decode()}
-        return {"num_given": self.num_given, "iterator": state}
+        return {"num_given": self._num_given, "iterator": state}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Hand the state back to the iterator, or refuse where it keeps none."""
-        if state.get("num_given") == self.num_given == 0 and "iterator" not in state:
-            return
-        if not hasattr(self.iterator, "set_state") or "iterator" not in state:
+        """Hand the state back to whoever keeps it, or raise :class:`DataError` where nobody does."""
+        keeper = self._keeper()
+        if keeper is None or "iterator" not in state:
+            if state.get("num_given") == self._num_given:
+                return
             raise DataError(
-                f"{type(self.iterator).__name__} cannot be resumed: it has no get_state and set_state",
+                f"{type(self._iterable).__name__} cannot be resumed: it has no get_state and set_state",
                 hint="use a grain iterator, a list of batches, or resume='never'",
             )
         inner = state["iterator"]
         if isinstance(inner, Mapping) and set(inner) == {"base64"}:
             inner = base64.b64decode(inner["base64"])
-        self.iterator.set_state(inner)
-        self.num_given = int(state["num_given"])
+        keeper.set_state(inner)
+        if keeper is not self._iterator:
+            self._iterator = iter(self._iterable)
+        self._num_given = int(state["num_given"])
+
+    def _keeper(self) -> Any:
+        for owner in (self._iterator, self._iterable):
+            if hasattr(owner, "get_state") and hasattr(owner, "set_state"):
+                return owner
+        return None
 
 
 def as_loader(data: Any) -> Loader:

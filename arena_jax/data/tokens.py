@@ -88,9 +88,9 @@ class TokenWindows:
 
     @property
     def _windows_per_block(self) -> int:
-        available = (self.corpus.tokens.size - 1) // self.sequence_length
-        most = max(1, _BLOCK_TOKENS // self.sequence_length)
-        return min(most, max(1, available // max(1, self._period)))
+        # Small enough that even a short stream has a whole period of blocks, where that is possible.
+        size = min(_BLOCK_TOKENS, self.corpus.tokens.size // max(1, self._period))
+        return max(1, (size - 1) // self.sequence_length)
 
     @property
     def _block_size(self) -> int:
