@@ -4,7 +4,7 @@ The program keeps the contract of the real one (donates its state, returns metri
 under plan-independent names) for a small NNX model, data parallel over the first devices.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,9 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from arena_jax.compiler.problem import path_name
-from arena_jax.grid import GridShape, Plan, StagePlan, Submesh
+from arena_jax.grid import Allocation, Estimate, GridShape, IndexRow, Plan, PlanIndex, StagePlan, Submesh
+from arena_jax.planner import Candidate, choose
+from arena_jax.runtime.trainer import Compiled
 
 BATCH = 8
 WIDTH = 6
@@ -160,3 +162,39 @@ class ToyLoader:
     def set_state(self, state: Mapping[str, int]) -> None:
         """Continue there."""
         self.position = state["position"]
+
+
+class ToyPlans:
+    """Plans one data-parallel stage for any allocation that divides the batch."""
+
+    def __init__(self, *, hidden: int = 16, nonfinite: str = "stop") -> None:
+        self._hidden = hidden
+        self._nonfinite = nonfinite
+        self.num_compiled = 0
+
+    def search(self, target: GridShape | Allocation) -> PlanIndex:
+        """One row, feasible or not."""
+        grid = target if isinstance(target, GridShape) else GridShape(target, 1)
+        if BATCH % grid.num_devices:
+            reason = f"a batch of {BATCH} does not divide over {grid.num_devices} devices"
+            return PlanIndex([IndexRow(grid=grid, num_microbatches=1, plan=None, estimate=None, reason=reason)])
+        estimate = Estimate(step_time_s=0.1, memory_bytes=1, device_memory_bytes=2, stages=(), flops=1.0)
+        plan = one_stage_plan(grid.num_devices)
+        return PlanIndex([IndexRow(grid=grid, num_microbatches=1, plan=plan, estimate=estimate)])
+
+    def given(self, plan: Plan) -> Candidate:
+        """As the real one."""
+        return Candidate(plan=plan, engine="given")
+
+    def compile(self, candidate: Candidate, device_numbers: Sequence[int] | None = None) -> Compiled:
+        """The jit program."""
+        self.num_compiled += 1
+        return Compiled(
+            program=JitProgram(candidate.plan, hidden=self._hidden, nonfinite=self._nonfinite),
+            estimated_step_time_s=candidate.estimated_step_time_s,
+            engine=candidate.engine,
+        )
+
+    def recompile(self, target: GridShape | Allocation, device_numbers: Sequence[int] | None = None) -> Compiled:
+        """As the real one."""
+        return self.compile(choose(self.search(target), target), device_numbers)

@@ -104,12 +104,17 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
+        return self.steps_in(self.directory)
+
+    @staticmethod
+    def steps_in(directory: Path) -> list[int]:
+        """Steps of the complete checkpoints in a directory, ascending; none where there is no directory."""
         try:
-            names = [entry.name for entry in os.scandir(self.directory) if entry.is_dir()]
+            names = [entry.name for entry in os.scandir(directory) if entry.is_dir()]
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise CheckpointError(f"cannot read {str(self.directory)!r}: {error.strerror}") from error
+            raise CheckpointError(f"cannot read {str(directory)!r}: {error.strerror}") from error
         return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
     def path(self, step: int) -> Path:

@@ -15,8 +15,7 @@ class ScriptedHook:
     """
 
     def __init__(self, script: Iterable[str]) -> None:
-        parsed = [_parse(line) for line in script]
-        self._script = sorted(parsed, key=lambda entry: entry[0])
+        self._script = read_script(script)
         self.reports: list[StepReport] = []
 
     def poll(self, step: int) -> Request | None:
@@ -33,6 +32,11 @@ class ScriptedHook:
     def prepare(self) -> list[GridShape]:
         """The grids still to come."""
         return [request.target for _, request in self._script if isinstance(request.target, GridShape)]
+
+
+def read_script(script: Iterable[str]) -> list[tuple[int, Request]]:
+    """The lines as (step, request), in the order of their steps; raise :class:`UsageError` for a bad one."""
+    return sorted((_parse(line) for line in script), key=lambda entry: entry[0])
 
 
 def _parse(line: str) -> tuple[int, Request]:

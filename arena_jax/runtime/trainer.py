@@ -33,11 +33,12 @@ class Program(Protocol):
 
     @property
     def plan(self) -> Plan: ...
+    def init(self, rngs: Any = None) -> Any: ...
     def step(self, state: Any, batch: Any) -> tuple[Any, Mapping[str, Any]]: ...
     def eval_step(self, state: Any, batch: Any) -> Mapping[str, Any]: ...
-    def save_tree(self, state: Any) -> Mapping[str, Any]: ...
-    def abstract_tree(self) -> Mapping[str, jax.ShapeDtypeStruct]: ...
-    def load_tree(self, tree: Mapping[str, Any]) -> Any: ...
+    def save_tree(self, state: Any) -> dict[str, Any]: ...
+    def abstract_tree(self) -> dict[str, jax.ShapeDtypeStruct]: ...
+    def load_tree(self, tree: dict[str, Any]) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,7 @@ class Outcome:
 
     state: Any
     program: Program
+    estimated_step_time_s: float | None
     step: int
     stop_reason: StopReason
     history: tuple[StepRecord, ...]
@@ -176,12 +178,18 @@ class Trainer:
         del state  # so that a pause can free it
         with StopSignals(self._leave) as signals:
             self._inflight.restart_clock()
-            reason = self._train(signals)
-            self._drain()
-            self._end(reason)
+            try:
+                reason = self._train(signals)
+                self._drain()
+                self._end(reason)
+            except Exception:
+                if self._store is not None:  # what was being saved is from before the failure
+                    self._log_saves(self._store.wait())
+                raise
         return Outcome(
             state=self._state,
             program=self._compiled.program,
+            estimated_step_time_s=self._compiled.estimated_step_time_s,
             step=self._step,
             stop_reason=reason,
             history=tuple(self._history),
@@ -216,10 +224,11 @@ class Trainer:
     def _end(self, reason: StopReason) -> None:
         if reason == "done" and self._options.eval_every and self._history:
             self._evaluate()
-        if self._options.checkpoint_every:
-            self._save()
+        self._save()
         if self._store is not None:
             self._log_saves(self._store.wait())
+        if reason not in ("done", "data_ended") and not self._saves:
+            self._journal.warn("nothing was saved and this run cannot be resumed: checkpoints are off")
         self._report("finished" if reason in ("done", "data_ended") else "stopped")
 
     # Metrics
@@ -274,8 +283,12 @@ class Trainer:
 
     # Checkpoints
 
+    @property
+    def _saves(self) -> bool:
+        return self._store is not None and self._options.checkpoint_every > 0
+
     def _save(self) -> None:
-        if self._store is None:
+        if self._store is None or not self._saves:
             return
         self._drain()
         program = self._compiled.program
@@ -380,7 +393,7 @@ class Trainer:
         if self._store is not None:
             self._log_saves(self._store.wait())
         source = self._compiled.program.plan.grid
-        tree = jax.device_get(dict(self._compiled.program.save_tree(self._state)))
+        tree = jax.device_get(self._compiled.program.save_tree(self._state))
         self._state = None
         self._journal.emit("pause", step=self._step)
         self._report("paused")

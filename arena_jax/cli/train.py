@@ -1,0 +1,321 @@
+"""``arena-jax train``: the main job."""
+
+import os
+import signal
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from arena_jax.cli import console
+from arena_jax.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, UsageError
+from arena_jax.grid import Allocation, GridShape, Plan, SchedulerHook
+
+if TYPE_CHECKING:
+    from arena_jax.job import Job
+    from arena_jax.planner import Planner
+    from arena_jax.recipe import Recipe
+    from arena_jax.runtime.rundir import Resume, RunDirectory
+    from arena_jax.tracking import MLflowTracker
+    from arena_jax.training import Trained
+
+_EXIT_CODES = {"interrupted": EXIT_INTERRUPTED, "terminated": EXIT_RESUMABLE, "stopped": EXIT_RESUMABLE}
+
+
+@click.command(short_help="Train a recipe under a plan the compiler chose.")
+@console.recipe_arguments
+@click.option("--devices", type=click.IntRange(min=1), help="Devices to use; by default all, or cpu_devices of a CPU.")
+@click.option("--steps", type=click.IntRange(min=0), help="Steps at which training is done, instead of the recipe's.")
+@click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Run this plan file instead of searching.")
+@click.option(
+    "--resume", default="auto", show_default=True, metavar="auto|never|must|STEP", help="Where to start from."
+)
+@click.option("--dry-run", is_flag=True, help="Show the candidates and the chosen plan, and stop.")
+@console.json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    recipe: str,
+    overrides: tuple[str, ...],
+    devices: int | None,
+    steps: int | None,
+    plan_file: Path | None,
+    resume: str,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Train RECIPE under the fastest plan that fits the devices at hand.
+
+    Runs are kept in directories of their own under checkpoint.dir (by default runs/NAME). Under
+    `--resume auto` the newest one that holds a checkpoint goes on, unless it is finished. Exit code
+    130 after SIGINT and 75 after SIGTERM or a scheduler's stop: the step was finished and saved.
+    """
+    from arena_jax.recipe import load_recipe
+
+    if steps is not None:
+        overrides = (*overrides, f"steps={steps}")
+    loaded = load_recipe(recipe, overrides)
+    plan = None if plan_file is None else Plan.load(plan_file)
+    start_jax(cpu_devices_needed(loaded, devices, plan))
+    code, report = train(loaded, devices=devices, plan=plan, resume=_resume(resume), dry_run=dry_run)
+    if as_json:
+        console.emit_json(report)
+    ctx.exit(code)
+
+
+def cpu_devices_needed(recipe: "Recipe", devices: int | None, plan: Plan | None) -> int:
+    """How many virtual devices a CPU must be split into: as many as anything in the run will ask for."""
+    wanted = [devices or recipe.cpu_devices]
+    if plan is not None:
+        wanted.append(plan.grid.num_devices)
+    if recipe.plan.grid is not None:
+        from arena_jax.runtime.hooks import parse_target
+
+        wanted.append(parse_target(recipe.plan.grid).num_devices)
+    if recipe.hook.script:
+        from arena_jax.runtime.hooks import read_script
+
+        targets = [request.target for _, request in read_script(recipe.hook.script)]
+        wanted += [target.num_devices for target in targets if isinstance(target, GridShape | Allocation)]
+    return max(wanted)
+
+
+def start_jax(num_cpu_devices: int) -> None:
+    """Set what has to be set before jax first looks for devices.
+
+    A device count that the environment gives stays. Harmless where there is an accelerator.
+    """
+    import jax
+
+    from arena_jax import home
+
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", num_cpu_devices)
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(home.compile_cache()))
+        # By default jax stores only what took long to compile; a pipeline is many small programs.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def train(
+    recipe: "Recipe", *, devices: int | None, plan: Plan | None, resume: "Resume", dry_run: bool
+) -> tuple[int, dict[str, Any]]:
+    """Train, and return the exit code and what ``--json`` prints."""
+    from arena_jax.job import build
+
+    job = build(recipe)
+    planner = _planner(job)
+    target = plan.grid if plan is not None else _target(recipe, planner, devices)
+    planner.check_fits(target.allocation if isinstance(target, GridShape) else target)
+    if dry_run:
+        return 0, _dry_run(job, planner, target, plan)
+    run = _run_directory(recipe, resume)
+    try:
+        return _train(job, planner, target, plan, run)
+    finally:
+        run.close()
+
+
+def _train(
+    job: "Job", planner: "Planner", target: GridShape | Allocation, plan: Plan | None, run: "RunDirectory"
+) -> tuple[int, dict[str, Any]]:
+    from arena_jax.cli.progress import Progress
+    from arena_jax.fit import model_leaves
+    from arena_jax.runtime.feed import Feed
+    from arena_jax.runtime.trainer import LoopOptions
+    from arena_jax.training import Training, run_training
+
+    recipe = job.recipe
+    tracker = _tracker(recipe)
+    evals: list[dict[str, Any]] = []
+    before = signal.signal(signal.SIGTERM, _terminate)
+    console.note(f"run {run.path}" + (f", resuming at step {run.resume_step}" if run.resume_step is not None else ""))
+    try:
+        with Progress(job.steps, name=job.name) as progress:
+            trained = run_training(
+                Training(
+                    name=job.name,
+                    planner=planner,
+                    target=target,
+                    plan=plan,
+                    feed=Feed(job.make_data()),
+                    options=LoopOptions(
+                        num_steps=job.steps,
+                        items_per_step=job.items_per_batch[0],
+                        item_unit=job.items_per_batch[1],
+                        samples_per_step=job.global_batch,
+                        eval_every=recipe.eval.every if job.make_eval_data is not None else 0,
+                        checkpoint_every=recipe.checkpoint.every,
+                        nonfinite=recipe.nonfinite,
+                    ),
+                    seed=job.seed,
+                    run=run,
+                    keep=recipe.checkpoint.keep,
+                    leaves=model_leaves(planner.problem),
+                    eval_data=None if job.make_eval_data is None else _Again(job.make_eval_data),
+                    tracker=tracker,
+                    hook=_hook(recipe),
+                    callbacks=(progress, lambda event: evals.append(event) if event["kind"] == "eval" else None),
+                    record={"recipe": recipe.to_yaml(), "params": recipe.resolved()},
+                    leave=_leave,
+                )
+            )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    report = _report(job, trained, run)
+    if evals:
+        report["eval"] = evals[-1]["metrics"]
+    _say(report, tracker)
+    return _EXIT_CODES.get(trained.outcome.stop_reason, 0), report
+
+
+def _dry_run(job: "Job", planner: "Planner", target: GridShape | Allocation, plan: Plan | None) -> dict[str, Any]:
+    from arena_jax.cli.progress import render_candidates
+    from arena_jax.planner import candidate_rows, choose
+
+    rows: list[dict[str, Any]] = []
+    if plan is None:
+        index = planner.search(target)
+        row = index.row(target) if isinstance(target, GridShape) else index.best(target)
+        rows = candidate_rows(index, None if row is None else row.plan)
+        render_candidates(rows)
+        candidate = choose(index, target)
+    else:
+        candidate = planner.given(plan)
+    console.data(candidate.plan.dumps().rstrip())
+    return {
+        "steps": 0,
+        "losses": [],
+        "estimated_step_time_s": candidate.estimated_step_time_s,
+        "plan_id": candidate.plan.plan_id,
+        "grid": str(candidate.plan.grid),
+        "plan": candidate.plan.to_json(),
+        "candidates": rows,
+        "stop_reason": "dry_run",
+    }
+
+
+def _report(job: "Job", trained: "Trained", run: "RunDirectory") -> dict[str, Any]:
+    """The object of ``--json``; ``losses`` has one entry per step of this invocation."""
+    outcome = trained.outcome
+    plan = outcome.program.plan
+    times = [record.step_time_s for record in outcome.history]
+    step_time_s = statistics.median(times) if times else None
+    return {
+        "steps": outcome.step,
+        "first_step": trained.first_step,
+        "losses": [record.loss for record in outcome.history],
+        "step_time_s": step_time_s,
+        "tokens_or_samples_per_s": job.items_per_batch[0] / step_time_s if step_time_s else None,
+        "estimated_step_time_s": outcome.estimated_step_time_s,
+        "plan_id": plan.plan_id,
+        "grid": str(plan.grid),
+        "swaps": [swap.to_json() for swap in outcome.swaps],
+        "run_id": trained.run_id,
+        "run_dir": str(run.path),
+        "checkpoint_dir": str(run.checkpoints),
+        "stop_reason": outcome.stop_reason,
+    }
+
+
+def _say(report: Mapping[str, Any], tracker: "MLflowTracker | None") -> None:
+    """How it ended and where to look, on stderr."""
+    losses = report["losses"]
+    loss = f", loss {losses[0]:.4g} -> {losses[-1]:.4g}" if losses else ""
+    console.note(f"{report['stop_reason']} after step {report['steps']}{loss}; kept in {report['run_dir']}")
+    if report["stop_reason"] in _EXIT_CODES:
+        console.note("the same command goes on from here")
+    if tracker is not None:
+        console.note(f"to look at the curves: {tracker.how_to_open()}")
+
+
+def _planner(job: "Job") -> "Planner":
+    from arena_jax.compiler.problem import make_problem
+    from arena_jax.planner import Planner, constraints_of
+
+    problem = make_problem(
+        job.make_model, job.optimizer, job.loss_fn, job.example_batch, precision=job.precision, seed=job.seed
+    )
+    recipe = job.recipe
+    return Planner(
+        problem,
+        constraints=constraints_of(recipe.plan),
+        num_microbatches=recipe.plan.num_microbatches,
+        nonfinite=recipe.nonfinite,
+    )
+
+
+def _target(recipe: "Recipe", planner: "Planner", devices: int | None) -> GridShape | Allocation:
+    """The grid or allocation to run on: pinned, or as many devices as asked for, or all."""
+    from arena_jax.planner import allocation_of
+    from arena_jax.runtime.hooks import parse_target
+
+    if recipe.plan.grid is not None:
+        target = parse_target(recipe.plan.grid)
+        if devices is not None and target.num_devices != devices:
+            raise UsageError(
+                f"--devices {devices} against plan.grid={recipe.plan.grid}, which has {target.num_devices}",
+                hint="give one of the two",
+            )
+    else:
+        have = allocation_of(planner.devices)
+        wanted = devices or (recipe.cpu_devices if have.device_type == "cpu" else have.num_devices)
+        if wanted > have.num_devices:
+            raise UsageError(
+                f"{wanted} devices were asked for; there are {have.num_devices} ({have})",
+                hint=f"use --devices {have.num_devices}",
+            )
+        target = have if wanted == have.num_devices else Allocation(have.device_type, 1, wanted)
+    if recipe.plan.stages is None or isinstance(target, GridShape):
+        return target
+    return GridShape(target, recipe.plan.stages)
+
+
+def _run_directory(recipe: "Recipe", resume: "Resume") -> "RunDirectory":
+    from arena_jax.runtime.rundir import find_run
+
+    root = Path(recipe.checkpoint.dir or f"runs/{recipe.name}")
+    return find_run(root, name=recipe.name, resume=resume, num_steps=recipe.steps)
+
+
+def _tracker(recipe: "Recipe") -> "MLflowTracker | None":
+    if not recipe.tracking.enabled:
+        return None
+    from arena_jax.tracking import MLflowTracker
+
+    return MLflowTracker(recipe.tracking.uri, experiment=recipe.tracking.experiment)
+
+
+def _hook(recipe: "Recipe") -> "SchedulerHook | None":
+    from arena_jax.runtime.hooks import ScriptedHook
+
+    if recipe.hook.socket is not None:
+        raise UsageError("hook.socket: this release has no cluster service to talk to", hint="use hook.script")
+    return ScriptedHook(recipe.hook.script) if recipe.hook.script else None
+
+
+def _resume(text: str) -> "Resume":
+    return int(text) if text.isdecimal() else text
+
+
+def _terminate(number: int, frame: Any) -> None:
+    """SIGTERM while nothing is trained yet: there is nothing to save."""
+    raise SystemExit(EXIT_RESUMABLE)
+
+
+def _leave(number: int) -> None:
+    """A second signal: without waiting for threads or exit handlers. What is being saved stays unfinished."""
+    os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_RESUMABLE)
+
+
+class _Again:
+    """Validation batches from the first, each time they are iterated."""
+
+    def __init__(self, make: Callable[[], Iterable[Any] | None]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._make() or ())

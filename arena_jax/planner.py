@@ -1,0 +1,206 @@
+"""From a problem and a wish for devices to a compiled program: where compiler and runtime meet."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from arena_jax.errors import InfeasibleError, UsageError
+from arena_jax.grid import CATALOGUE, Allocation, GridShape, IndexRow, Plan, PlanIndex
+from arena_jax.runtime.trainer import Compiled, Program
+
+# What is inside jax's `device_kind`, most specific first, and the catalogue's name for it.
+_KINDS = {
+    "B200": "b200",
+    "H200": "h200",
+    "H100 PCIE": "h100-pcie",
+    "H100": "h100-sxm",
+    "A100-SXM4-40GB": "a100-40",
+    "A100-PCIE-40GB": "a100-40",
+    "A100": "a100-80",
+    "V100-SXM2-16GB": "v100-16",
+    "V100": "v100-32",
+    "P100": "p100",
+    "L40S": "l40s",
+    "L20": "l20",
+    "A40": "a40",
+    "A10": "a10",
+    "T4": "t4",
+    "TPU V6 LITE": "tpu-v6e",
+    "TPU V5 LITE": "tpu-v5e",
+    "TPU V5": "tpu-v5p",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A plan with what is known of it beside it."""
+
+    plan: Plan
+    estimated_step_time_s: float | None = None
+    engine: str = ""
+
+
+class Planner:
+    """Plans and compiles one problem on the devices at hand.
+
+    Args:
+        problem: what is trained (``compiler.problem.Problem``).
+        devices: the devices that plans may use, in the order of their numbers.
+        constraints: pins and search switches, as ``compiler.plan_problem`` takes them.
+        num_microbatches: pinned number, ``None`` for automatic.
+        nonfinite: see ``compile_program``.
+    """
+
+    def __init__(
+        self,
+        problem: Any,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+        constraints: Any = None,
+        num_microbatches: int | None = None,
+        nonfinite: str = "stop",
+    ) -> None:
+        self.problem = problem
+        self.devices = tuple(jax.devices() if devices is None else devices)
+        self._constraints = constraints
+        self._num_microbatches = num_microbatches
+        self._nonfinite = nonfinite
+
+    def search(self, target: GridShape | Allocation) -> PlanIndex:
+        """Every grid of the allocation, or the one grid."""
+        from arena_jax.compiler import plan_problem
+
+        allocation = target.allocation if isinstance(target, GridShape) else target
+        self.check_fits(allocation)
+        constraints = self._constraints
+        if isinstance(target, GridShape):
+            constraints = _with_stages(constraints, target.num_stages)
+        return plan_problem(
+            self.problem, [allocation], constraints=constraints, num_microbatches=self._num_microbatches
+        )
+
+    def compile(self, candidate: Candidate, device_numbers: Sequence[int] | None = None) -> Compiled:
+        """Compile a plan for the first devices, or for those with the given numbers."""
+        from arena_jax.runtime.program import compile_program
+
+        devices = self.devices if device_numbers is None else tuple(self.devices[i] for i in device_numbers)
+        self.check_fits(candidate.plan.grid.allocation)
+        program: Program = compile_program(self.problem, candidate.plan, devices, nonfinite=self._nonfinite)
+        return Compiled(
+            program=program,
+            estimated_step_time_s=candidate.estimated_step_time_s,
+            engine=candidate.engine,
+        )
+
+    def given(self, plan: Plan) -> Candidate:
+        """A plan that was not searched here."""
+        return Candidate(plan=plan, engine="given")
+
+    def recompile(self, target: GridShape | Allocation, device_numbers: Sequence[int] | None = None) -> Compiled:
+        """Plan and compile for another target; what a swap needs."""
+        return self.compile(choose(self.search(target), target), device_numbers)
+
+    def check_fits(self, allocation: Allocation) -> None:
+        """Raise :class:`UsageError` when the allocation is not part of the devices at hand."""
+        have = allocation_of(self.devices)
+        if CATALOGUE[allocation.device_type].platform != CATALOGUE[have.device_type].platform:
+            raise UsageError(
+                f"{allocation} asks for {allocation.device_type} devices; jax runs on {have} here",
+                hint=f"use a grid of {have.device_type}, or `arena-jax plan` to plan for hardware that is elsewhere",
+            )
+        if allocation.num_devices > len(self.devices):
+            raise UsageError(
+                f"{allocation} needs {allocation.num_devices} devices, jax has {len(self.devices)}",
+                hint=_how_to_get(allocation, have),
+            )
+
+
+def choose(index: PlanIndex, target: GridShape | Allocation) -> Candidate:
+    """The fastest feasible plan of an index.
+
+    Raises:
+        InfeasibleError: there is none; says why, grid by grid.
+    """
+    row = index.row(target) if isinstance(target, GridShape) else index.best(target)
+    if row is None or row.plan is None:
+        reasons = list(dict.fromkeys(f"{r.grid}: {r.reason}" for r in index if r.reason))
+        why = "; ".join(reasons[:4]) or "no grid of it can be tiled"
+        raise InfeasibleError(f"no plan fits {target}: {why}", hint="use more devices, a smaller batch or fewer pins")
+    return candidate_of(row)
+
+
+def candidate_of(row: IndexRow) -> Candidate:
+    """A feasible row as a candidate."""
+    assert row.plan is not None
+    estimate = None if row.estimate is None else row.estimate.step_time_s
+    return Candidate(plan=row.plan, estimated_step_time_s=estimate, engine=row.engine)
+
+
+def candidate_rows(index: PlanIndex, chosen: Plan | None) -> list[dict[str, Any]]:
+    """The rows of a ``candidates`` event."""
+    rows = []
+    for row in index:
+        plan, estimate = row.plan, row.estimate
+        rows.append(
+            {
+                "grid": str(row.grid),
+                "stages": row.grid.num_stages,
+                "dp_tp": None if plan is None else [[stage.dp, stage.tp] for stage in plan.stages],
+                "num_microbatches": row.num_microbatches,
+                "step_time_s": None if estimate is None else estimate.step_time_s,
+                "memory_bytes": None if estimate is None else estimate.memory_bytes,
+                "feasible": row.feasible,
+                "reason": row.reason,
+                "engine": row.engine,
+                "plan_id": None if plan is None else plan.plan_id,
+                "chosen": plan is not None and chosen is not None and plan.plan_id == chosen.plan_id,
+            }
+        )
+    return rows
+
+
+def allocation_of(devices: Sequence[jax.Device]) -> Allocation:
+    """The devices as an allocation of the catalogue: all of one kind, on equal nodes."""
+    if not devices:
+        raise UsageError("no devices were given")
+    kinds = sorted({device.device_kind for device in devices})
+    if len(kinds) > 1:
+        raise UsageError(f"devices of unlike kinds: {', '.join(kinds)}", hint="use devices of one kind")
+    hosts: Mapping[int, int] = {
+        process: sum(d.process_index == process for d in devices) for process in {d.process_index for d in devices}
+    }
+    per_node = set(hosts.values())
+    if len(per_node) > 1:
+        raise UsageError(f"unlike numbers of devices per process: {sorted(per_node)}", hint="use equal nodes")
+    return Allocation(_device_type(devices[0]), len(hosts), per_node.pop())
+
+
+def _device_type(device: jax.Device) -> str:
+    if device.platform == "cpu":
+        return "cpu"
+    kind = device.device_kind.upper()
+    for part, name in _KINDS.items():
+        if part in kind:
+            return name
+    raise UsageError(
+        f"{device.device_kind!r} is not in the hardware catalogue",
+        hint="name a grid of the catalogue's nearest type, or give a plan",
+    )
+
+
+def _how_to_get(allocation: Allocation, have: Allocation) -> str:
+    if have.device_type == "cpu":
+        n = allocation.num_devices
+        return (
+            f"set JAX_NUM_CPU_DEVICES={n} in the environment, or call jax.config.update('jax_num_cpu_devices', {n}) "
+            f"before jax is first used; or use a grid of at most {have.num_devices} devices"
+        )
+    return f"use a grid of at most {have}"
+
+
+def _with_stages(constraints: Any, num_stages: int) -> Any:
+    from arena_jax.compiler import Constraints
+
+    return replace(constraints or Constraints(), stages=num_stages)
