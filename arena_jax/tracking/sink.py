@@ -22,7 +22,7 @@ from arena_jax.events import Event, EventLog, log_path, read_from
 from arena_jax.tracking.protocol import StatefulTracker, Tracker
 
 STATE_FILE_NAME = "tracking.json"
-POLL_S = 1.0
+POLL_S = 2.0
 CLOSE_TIMEOUT_S = 30.0
 FIRST_RETRY_S = 5.0
 LONGEST_RETRY_S = 120.0
@@ -141,11 +141,16 @@ class _Pump:
             tracker.state = stored["tracker"]
 
     def drain(self) -> int:
-        """Send everything the log holds beyond the position; return the number of events sent."""
+        """Send everything the log holds beyond the position; return the number of events sent.
+
+        What is appended meanwhile waits for the next call: a call of the tracker costs about the same
+        for one event as for twenty.
+        """
+        size = self.log.stat().st_size if self.log.exists() else 0
         self.finished = False
         num_sent = 0
         while True:
-            events, end = read_from(self.log, self._offset)
+            events, end = read_from(self.log, self._offset) if self._offset < size else ([], self._offset)
             if end == self._offset:
                 self.finished = True
                 return num_sent
