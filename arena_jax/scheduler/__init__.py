@@ -1,0 +1,1 @@
+"""Cluster scheduling: policies and a simulator. Needs no jax."""

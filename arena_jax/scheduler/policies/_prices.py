@@ -1,0 +1,56 @@
+"""Prices per device type: the dual of sharing the cluster.
+
+Maximising the summed value over allocations that fit is an assignment program. Its Lagrangian prices
+one device of each type; every job then takes the column of largest value - price x devices, and the
+prices move until what the jobs want fits what there is. Between events prices hardly change, so they
+start from the last event's and a few steps are enough. They tell what a device of each type is worth
+now, and they only *propose*: the moves that follow are judged by value alone.
+"""
+
+import numpy as np
+
+_TOLERANCE = 0.03  # excess demand, as a share of a type's devices, that the moves can repair
+_SAMPLE = 1500  # jobs looked at while prices are sought
+
+
+def update(
+    prices: np.ndarray,
+    value: np.ndarray,
+    type_of: np.ndarray,
+    num_devices: np.ndarray,
+    capacity: np.ndarray,
+    *,
+    max_steps: int,
+    first_step: float,
+) -> np.ndarray:
+    """New prices per type from the last ones, in at most ``max_steps`` multiplicative steps."""
+    stride = -(-len(value) // _SAMPLE)
+    sample = np.ascontiguousarray(value[::stride].T)  # columns x jobs: short loops over long rows
+    devices = num_devices.astype(float)
+    room = np.maximum(capacity.astype(float), 1.0)
+    scale = stride / room
+    prices = prices.copy()
+    floor = 1e-4
+    step = first_step
+    for _ in range(max_steps):
+        excess = _demand(sample, prices[type_of] * devices, type_of, devices, len(room)) * scale - capacity / room
+        settled = (excess <= 0).all() and ((prices == 0) | (excess > -_TOLERANCE)).all()
+        if settled:
+            break
+        prices *= np.exp(np.clip(4.0 * excess, -1.0, 1.0) * step)
+        prices = np.where((prices < floor) & (excess > 0), 10 * floor, prices)
+        prices[prices < floor] = 0.0
+        step = max(step * 0.93, 0.02)
+    return prices
+
+
+def _demand(value: np.ndarray, rent: np.ndarray, type_of: np.ndarray, devices: np.ndarray, num_types: int) -> np.ndarray:
+    best = np.zeros(value.shape[1])
+    wanted = np.full(value.shape[1], -1)
+    for c in range(len(rent)):
+        net = value[c] - rent[c]
+        better = net > best
+        best[better] = net[better]
+        wanted[better] = c
+    wanted = wanted[wanted >= 0]
+    return np.bincount(type_of[wanted], weights=devices[wanted], minlength=num_types)
