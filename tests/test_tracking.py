@@ -10,7 +10,7 @@ import pytest
 
 from arena_jax.errors import ArenaError
 from arena_jax.events import EventLog, read_events
-from arena_jax.tracking import STATE_FILE_NAME, MLflowTracker, Sink, sync
+from arena_jax.tracking import STATE_FILE_NAME, MLflowTracker, Sink, stored_state, sync
 from arena_jax.tracking.mlflow import end_status, metrics_of
 
 PLAN = {"format_version": 1, "grid": "cpu:4/s2"}
@@ -138,10 +138,10 @@ def test_taking_up_a_log_in_the_middle_opens_its_run_first(tmp_path):
 
 def test_only_one_process_sends(tmp_path):
     with EventLog(tmp_path / "events.jsonl") as log:
-        sink = Sink(Recorder(), log)
+        recorder = Recorder()
+        sink = Sink(recorder, log)
         emit_run(log)
-        while not (tmp_path / STATE_FILE_NAME).exists():
-            pass
+        assert recorder.arrived.wait(30)
         with pytest.raises(ArenaError, match="by another process"):
             sync(tmp_path, Recorder())
         sink.close()
@@ -266,6 +266,31 @@ def test_mlflow_joins_the_active_run_and_leaves_it_open(tmp_path, store, fluent)
     assert segment.data.tags["mlflow.parentRunId"] == outer.info.run_id
 
 
+def test_sync_leaves_a_joined_run_to_its_owner(tmp_path, store, fluent):
+    fluent.set_experiment("left")
+    with fluent.start_run() as outer, EventLog(tmp_path / "events.jsonl") as log:
+        emit_run(log, end="")
+        sync(tmp_path, MLflowTracker())
+        log.emit("run_end", step=5, stop_reason="failed", message="")
+    sync(tmp_path, MLflowTracker(store))
+    _client, (parent,), _ = runs_of(store, "left")
+    assert parent.info.run_id == outer.info.run_id
+    assert parent.info.status == "FINISHED"
+
+
+def test_track_sync_gives_another_store_the_whole_run(tmp_path, store):
+    from arena_jax.cli import main
+
+    with EventLog(tmp_path / "events.jsonl") as log:
+        emit_run(log, steps=range(3), end="")
+        sync(tmp_path, MLflowTracker(store, experiment="moved"))
+        log.emit("step", step=3, loss=1.0)
+    other = f"sqlite:///{tmp_path}/other.db"
+    assert main(["track", "sync", str(tmp_path), "--uri", other]) == 0
+    client, (parent,), _ = runs_of(other, "moved")
+    assert len(client.get_metric_history(parent.info.run_id, "loss")) == 4
+
+
 def test_dead_server_neither_stops_the_run_nor_loses_events(tmp_path, store):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -277,7 +302,8 @@ def test_dead_server_neither_stops_the_run_nor_loses_events(tmp_path, store):
         assert not sink.close(60)
     assert len([w for w in warnings if w.startswith("tracking failed")]) == 1
     assert len([e for e in read_events(tmp_path) if e["kind"] == "step"]) == 5
-    assert sync(tmp_path, MLflowTracker(store, experiment="dead")) == 10
+    assert stored_state(tmp_path) == {"uri": uri, "experiment": "dead"}
+    assert sync(tmp_path, MLflowTracker(store, experiment="dead"), from_start=True) == 10
     client, (parent,), _ = runs_of(store, "dead")
     assert len(client.get_metric_history(parent.info.run_id, "loss")) == 5
 

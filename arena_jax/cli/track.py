@@ -19,7 +19,10 @@ def command() -> None:
 @click.option("--experiment", help="Experiment; by default the one the run used.")
 @console.json_option
 def sync(run: Path, uri: str | None, experiment: str | None, as_json: bool) -> None:
-    """Send the events of the run folder RUN that its tracker has not seen, each exactly once."""
+    """Send the events of the run folder RUN that its tracker has not seen, each exactly once.
+
+    Another tracker than the one the run used gets all of them.
+    """
     from arena_jax.tracking import MLflowTracker, short_reason, stored_state
     from arena_jax.tracking import sync as send
 
@@ -27,7 +30,7 @@ def sync(run: Path, uri: str | None, experiment: str | None, as_json: bool) -> N
     chosen_uri, chosen_experiment = uri or known.get("uri"), experiment or known.get("experiment") or "arena-jax"
     tracker = MLflowTracker(chosen_uri, experiment=chosen_experiment)
     try:
-        num_events = send(run, tracker)
+        num_events = send(run, tracker, from_start=known.get("uri") != tracker.uri)
     except ArenaError:
         raise
     except Exception as error:  # mlflow's, requests' and SQLAlchemy's errors have no common base

@@ -71,8 +71,9 @@ class MLflowTracker:
             parent = self._find_or_create(experiment_id, name, {TAG_RUN: str(run_start.get("run_id"))})
         else:
             experiment_id = client.get_run(parent).info.experiment_id
-        self.state = {**state, "experiment_id": experiment_id, "parent": parent}
-        if parent != self.joined:
+        joined = state.get("joined", parent == self.joined)
+        self.state = {**state, "experiment_id": experiment_id, "parent": parent, "joined": joined}
+        if not joined:
             client.update_run(parent, status="RUNNING")
         self._log_start(parent, run_start)
 
@@ -205,7 +206,7 @@ class MLflowTracker:
         if event.get("message"):
             client.set_tag(parent, "arena.message", _text(event["message"]))
         self._end_segment(status)
-        if parent != self.joined:
+        if not self.state["joined"]:
             client.set_terminated(parent, status=status, end_time=_milliseconds(event))
 
     def _end_segment(self, status: str) -> None:

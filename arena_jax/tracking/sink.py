@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ POLL_S = 2.0
 CLOSE_TIMEOUT_S = 30.0
 FIRST_RETRY_S = 5.0
 LONGEST_RETRY_S = 120.0
+
+_UNSENT: Mapping[str, Any] = {"offset": 0, "tracker": {}}
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class Sink:
         pause_s = FIRST_RETRY_S
         try:
             with _locked(self._pump.log.parent):
+                self._pump.store()  # so that a sync knows the tracker even if it never answers
                 while True:
                     last_round = self._closing.is_set()
                     try:
@@ -103,8 +106,10 @@ class Sink:
         self._failed = True
 
 
-def sync(run_dir: str | Path, tracker: Tracker) -> int:
+def sync(run_dir: str | Path, tracker: Tracker, *, from_start: bool = False) -> int:
     """Send the events of a run that its tracker has not seen, each exactly once; return how many.
+
+    ``from_start`` forgets what was sent: for a tracker that is another one than before.
 
     Raises:
         ArenaError: there is no event log, or a running process is sending it already.
@@ -113,7 +118,7 @@ def sync(run_dir: str | Path, tracker: Tracker) -> int:
     if not log.is_file():
         raise ArenaError(f"no event log at {str(log)!r}", hint="name the folder that holds events.jsonl")
     with _locked(log.parent):
-        pump = _Pump(tracker, log)
+        pump = _Pump(tracker, log, from_start=from_start)
         num_sent = pump.drain()
         pump.close()
     return num_sent
@@ -129,12 +134,12 @@ def stored_state(run_dir: str | Path) -> dict[str, Any]:
 class _Pump:
     """Position in a log and the tracker behind it. Not thread-safe; one owner at a time."""
 
-    def __init__(self, tracker: Tracker, log: Path) -> None:
+    def __init__(self, tracker: Tracker, log: Path, *, from_start: bool = False) -> None:
         self.log = log
         self.finished = False
         self._tracker = tracker
         self._position = log.parent / STATE_FILE_NAME
-        stored = _load(self._position)
+        stored = _UNSENT if from_start else _load(self._position)
         self._offset: int = stored["offset"]
         self._opened = False
         if isinstance(tracker, StatefulTracker) and stored["tracker"]:
@@ -158,12 +163,12 @@ class _Pump:
                 self._send(group)
             num_sent += len(events)
             self._offset = end
-            self._store()
+            self.store()
 
     def close(self) -> None:
         if self._opened:
             self._tracker.close()
-            self._store()
+            self.store()
 
     def _send(self, group: list[Event]) -> None:
         if group[0]["kind"] == "run_start":
@@ -188,7 +193,8 @@ class _Pump:
             offset = end
         return start
 
-    def _store(self) -> None:
+    def store(self) -> None:
+        """Write position and tracker state beside the log."""
         state = self._tracker.state if isinstance(self._tracker, StatefulTracker) else {}
         text = json.dumps({"offset": self._offset, "tracker": state}, indent=1)
         scratch = self._position.with_suffix(f".{os.getpid()}.tmp")
@@ -208,7 +214,7 @@ def _runs(events: list[Event]) -> Iterator[list[Event]]:
         yield group
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path) -> Mapping[str, Any]:
     """Position and state; from the start again when the file is missing or damaged."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -217,7 +223,7 @@ def _load(path: Path) -> dict[str, Any]:
             return {"offset": offset, "tracker": tracker}
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    return {"offset": 0, "tracker": {}}
+    return _UNSENT
 
 
 @contextmanager
