@@ -22,10 +22,12 @@ class Emitter:
     Args:
         mesh: the stage's mesh, or ``None`` to constrain nothing.
         specs: value key (``"12:0"``, ``"12/3:0"``) -> partition spec.
+        remat_scans: recompute the bodies of outermost scans in the backward pass.
     """
 
-    def __init__(self, mesh: Mesh | None, specs: Mapping[str, Spec]) -> None:
+    def __init__(self, mesh: Mesh | None, specs: Mapping[str, Spec], *, remat_scans: bool = False) -> None:
         self.mesh = mesh
+        self.remat_scans = remat_scans
         self.specs = specs if mesh is not None and mesh.size > 1 else {}
         self._prefixes = {key.rpartition(":")[0].rpartition("/")[0] for key in self.specs}
         for prefix in list(self._prefixes):
@@ -52,6 +54,8 @@ class Emitter:
 
     def _eqn(self, key: str, eqn: Any, args: list[Any]) -> list[Any]:
         name = eqn.primitive.name
+        if name == "scan" and self.remat_scans and "/" not in key:
+            return self._scan(key, eqn, args, remat=True)
         if key not in self._prefixes:
             return _compat.bind(eqn, args)
         if name in _compat.INLINED:
@@ -69,7 +73,7 @@ class Emitter:
             return self._scan(key, eqn, args)
         return _compat.bind(eqn, args)
 
-    def _scan(self, key: str, eqn: Any, args: list[Any]) -> list[Any]:
+    def _scan(self, key: str, eqn: Any, args: list[Any], *, remat: bool = False) -> list[Any]:
         jaxpr, body_consts = _compat.inner_jaxpr(eqn)
         num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
         consts, carry, xs = args[:num_consts], args[num_consts : num_consts + num_carry], args[num_consts + num_carry :]
@@ -79,7 +83,7 @@ class Emitter:
             return outs[:num_carry], outs[num_carry:]
 
         final, ys = lax.scan(
-            body,
+            jax.checkpoint(body, prevent_cse=False) if remat else body,
             carry,
             xs,
             length=eqn.params["length"],

@@ -105,6 +105,8 @@ def split_scans(graph: Graph, splits: Mapping[int, Sequence[int]]) -> tuple[Grap
     """
     trace = graph.trace
     producers = {var: node.eqn for node in graph.nodes for var in node.eqn.outvars}
+    # State is small and may be advanced ahead as a whole, so only parameters are held in pieces.
+    whole = {i for i, leaf in enumerate(trace.leaves) if leaf.kind == STATE}
     keyed: list[tuple[str, Any]] = []
     units = dict(graph.units)
     pieces: dict[tuple[Any, int, int], Any] = {}
@@ -115,7 +117,7 @@ def split_scans(graph: Graph, splits: Mapping[int, Sequence[int]]) -> tuple[Grap
             keyed.append((node.key, node.eqn))
             continue
         bounds = [0, *splits[index], node.eqn.params["length"]]
-        for piece_eqns, start in _split_scan(node.eqn, bounds, producers, units, pieces):
+        for piece_eqns, start in _split_scan(node.eqn, bounds, producers, units, pieces, whole):
             if start is not None:
                 where[index, start] = len(keyed) + len(piece_eqns) - 1
             keyed.extend((node.key, eqn) for eqn in piece_eqns)
@@ -199,6 +201,7 @@ def _split_scan(
     producers: Mapping[Any, Any],
     units: dict[Any, Unit],
     pieces: dict[tuple[Any, int, int], Any],
+    whole: set[int],
 ) -> list[tuple[list[Any], int | None]]:
     """Equations of a scan cut at ``bounds``; each group ends with the scan that starts at its number."""
     num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
@@ -210,7 +213,7 @@ def _split_scan(
     y_pieces: list[list[Any]] = [[] for _ in ys]
     for start, stop in zip(bounds, bounds[1:], strict=False):
         group: list[Any] = []
-        xs = [_slice(x, start, stop, producers, units, pieces, group) for x in stacked]
+        xs = [_slice(x, start, stop, producers, units, pieces, whole, group) for x in stacked]
         last = stop == bounds[-1]
         next_carry = list(final_carry) if last else [_compat.Var(v.aval) for v in final_carry]
         y_vars = []
@@ -239,6 +242,7 @@ def _slice(
     producers: Mapping[Any, Any],
     units: dict[Any, Unit],
     pieces: dict[tuple[Any, int, int], Any],
+    whole: set[int],
     group: list[Any],
 ) -> Any:
     """A variable for ``atom[start:stop]``; slices of leaves become inputs of their own.
@@ -249,11 +253,11 @@ def _slice(
         return pieces[atom, start, stop]
     unit = units.get(atom)
     producer = producers.get(atom)
-    if unit is not None and not unit.is_piece:
+    if unit is not None and not unit.is_piece and unit.leaf not in whole:
         var = _compat.Var(atom.aval.update(shape=(stop - start, *atom.aval.shape[1:])))
         units[var] = Unit(leaf=unit.leaf, start=start, stop=stop)
     elif producer is not None and producer.primitive.name == "convert_element_type":
-        source = _slice(producer.invars[0], start, stop, producers, units, pieces, group)
+        source = _slice(producer.invars[0], start, stop, producers, units, pieces, whole, group)
         var = _compat.Var(atom.aval.update(shape=(stop - start, *atom.aval.shape[1:])))
         group.append(producer.replace(invars=[source], outvars=[var]))
     else:

@@ -18,6 +18,10 @@ MAX_LAYERS = 16
 # A layer may hold this much more work than the mean before the clustering is loosened.
 _SLACK = 1.5
 _NUM_BUCKETS = 160
+# A cut is worth considering only where it carries little more than the lightest one around it:
+# within this share of the work on either side, at most this factor.
+_NEIGHBOURHOOD = 1 / 8
+_FACTOR = 1.25
 
 
 @dataclass(frozen=True, order=True)
@@ -123,7 +127,13 @@ def _thin(candidates: Sequence[_Candidate], total: float) -> list[_Candidate]:
         bucket = int(candidate.work / total * _NUM_BUCKETS)
         if bucket not in best or candidate.live_bytes < best[bucket].live_bytes:
             best[bucket] = candidate
-    return [best[b] for b in sorted(best)]
+    kept = [best[b] for b in sorted(best)]
+    light = []
+    for candidate in kept:
+        near = [c.live_bytes for c in kept if abs(c.work - candidate.work) <= _NEIGHBOURHOOD * total]
+        if candidate.live_bytes <= _FACTOR * min(near):
+            light.append(candidate)
+    return light
 
 
 def _choose(cuts: Sequence[_Candidate], total: float, num_layers: int) -> list[_Candidate] | None:

@@ -88,7 +88,7 @@ class Problem:
     eval_graphdef: Any = field(repr=False)
     treedefs: Mapping[str, Any] = field(repr=False)
     batch_treedef: Any = field(repr=False)
-    make_values: Callable[[int], list[Any]] = field(repr=False)
+    make_values: Callable[[nnx.Rngs], list[Any]] = field(repr=False)
     concrete: bool = False
 
     def of_kind(self, kind: str) -> tuple[Leaf, ...]:
@@ -152,6 +152,8 @@ def make_problem(
         ModelError, UsageError: what was received and what would work.
     """
     precision = precision or Precision()
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
     if not isinstance(optimizer, optax.GradientTransformation):
         raise ModelError(
             f"the optimizer is a {type(optimizer).__name__}, not an optax transformation",
@@ -176,8 +178,8 @@ def make_problem(
     batch_leaves, batch_treedef, rows = _describe_batch(batch)
     problem_leaves = tuple(leaves)
 
-    def make_values(init_seed: int) -> list[Any]:
-        module = make_model(init_seed)
+    def make_values(rngs: nnx.Rngs) -> list[Any]:
+        module = make_model(rngs)
         values = [v for state in nnx.split(module, *filters)[1:] for v in jax.tree.leaves(state)]
         return [
             v if leaf.is_key else jnp.asarray(v).astype(leaf.dtype)
@@ -216,7 +218,7 @@ def path_name(path: tuple[Any, ...]) -> str:
     return "/".join(parts)
 
 
-def _abstract_model(model: Any, seed: int) -> tuple[Callable[[int], nnx.Module], nnx.Module]:
+def _abstract_model(model: Any, seed: int) -> tuple[Callable[[nnx.Rngs], nnx.Module], nnx.Module]:
     if isinstance(model, nnx.Module):
         return lambda _: model, model
     if not callable(model):
@@ -225,20 +227,22 @@ def _abstract_model(model: Any, seed: int) -> tuple[Callable[[int], nnx.Module],
             hint="wrap a Linen module as lambda rngs: nnx.bridge.ToNNX(module, rngs).lazy_init(example)",
         )
 
-    def make(init_seed: int) -> nnx.Module:
-        return model(nnx.Rngs(init_seed))
-
-    abstract = nnx.eval_shape(lambda: make(seed))
+    abstract = nnx.eval_shape(lambda: model(nnx.Rngs(seed)))
     if not isinstance(abstract, nnx.Module):
         raise ModelError(
             f"the model factory returned a {type(abstract).__name__}, not an nnx.Module",
             hint="a factory takes nnx.Rngs and returns the module",
         )
-    return make, abstract
+    return model, abstract
 
 
 def _filters(trainable: Any) -> tuple[Any, Any, Any]:
-    wrt = nnx.Param if trainable is None else nnx.All(nnx.Param, trainable)
+    """Trainable, frozen, and other state; integer parameters have no gradient and count as frozen."""
+
+    def is_floating(path: Any, value: Any) -> bool:
+        return jnp.issubdtype(value.dtype, jnp.floating)
+
+    wrt = nnx.All(nnx.Param, is_floating) if trainable is None else nnx.All(nnx.Param, is_floating, trainable)
     return wrt, nnx.All(nnx.Param, nnx.Not(wrt)), nnx.Not(nnx.Param)
 
 

@@ -1,6 +1,6 @@
 """Cut a graph into stage programs' equations, inputs and outputs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ class Stage:
         params, frozen: input variables of parameters, each a leaf or a piece.
         state: input variables of state leaves.
         batch, consts: input variables of batch leaves and captured constants.
+        batch_index: positions of ``batch`` among the batch leaves.
         received, sent: boundary values that come in and go out.
         outputs: positions, in the trace's output list, of what this stage computes.
     """
@@ -44,6 +45,7 @@ class Stage:
     frozen: tuple[Any, ...]
     state: tuple[Any, ...]
     batch: tuple[Any, ...]
+    batch_index: tuple[int, ...]
     consts: tuple[Any, ...]
     received: tuple[Any, ...]
     sent: tuple[Any, ...]
@@ -70,8 +72,11 @@ def is_differentiable(var: Any) -> bool:
     return bool(jnp.issubdtype(var.aval.dtype, jnp.floating))
 
 
-def cut_stages(graph: Graph, starts: Sequence[int]) -> StageGraph:
+def cut_stages(graph: Graph, starts: Sequence[int], *, with_state: bool = True) -> StageGraph:
     """Cut the graph before the nodes ``starts[1:]``; ``starts[0]`` is 0.
+
+    Args:
+        with_state: whether the stages also compute the new state (evaluation does not).
 
     Raises:
         InfeasibleError: state written in a later stage than it is read in, named.
@@ -83,13 +88,13 @@ def cut_stages(graph: Graph, starts: Sequence[int]) -> StageGraph:
         while stage + 1 < num_stages and index >= starts[stage + 1]:
             stage += 1
         stage_of_node.append(stage)
-    return _assemble(graph, stage_of_node, num_stages)
+    return _assemble(graph, stage_of_node, num_stages, with_state=with_state)
 
 
-def assign_stages(graph: Graph, stage_of_unit: Sequence[frozenset[int]], num_stages: int) -> StageGraph:
-    """Stages for another trace of the same model (evaluation), following where parameters live.
+def assign_stages(graph: Graph, homes: Mapping[Unit, frozenset[int]], num_stages: int) -> StageGraph:
+    """Stages for another trace of the same model (evaluation), following where its leaves live.
 
-    A node runs in the first stage that is no earlier than any of its inputs and holds its parameters.
+    A node runs in the first stage that is no earlier than any of its inputs and holds its leaves.
     """
     stage_of_var: dict[Any, int] = {}
     producers = {var: i for i, node in enumerate(graph.nodes) for var in node.eqn.outvars}
@@ -97,32 +102,32 @@ def assign_stages(graph: Graph, stage_of_unit: Sequence[frozenset[int]], num_sta
     for index, node in enumerate(graph.nodes):
         atoms = [a for a in node.eqn.invars if not isinstance(a, _compat.Literal)]
         earliest = max((stage_of_var.get(a, 0) for a in atoms), default=0)
-        for leaf in _leaves_behind(atoms, graph, producers):
-            homes = [s for s in stage_of_unit[leaf] if s >= earliest]
-            earliest = max(earliest, min(homes, default=earliest)) if stage_of_unit[leaf] else earliest
+        for unit in _units_behind(atoms, graph, producers):
+            later = [s for s in homes.get(unit, ()) if s >= earliest]
+            earliest = min(later, default=earliest)
         stage_of_node[index] = earliest
         if node.placed:
             stage_of_var.update(dict.fromkeys(node.eqn.outvars, earliest))
-    return _assemble(graph, stage_of_node, num_stages)
+    return _assemble(graph, stage_of_node, num_stages, with_state=False)
 
 
-def _leaves_behind(atoms: Sequence[Any], graph: Graph, producers: dict[Any, int]) -> set[int]:
+def _units_behind(atoms: Sequence[Any], graph: Graph, producers: dict[Any, int]) -> set[Unit]:
     """Model leaves that reach ``atoms`` directly or through replicable equations."""
-    found: set[int] = set()
+    found: set[Unit] = set()
     pending = list(atoms)
     while pending:
         atom = pending.pop()
         if atom in graph.units:
-            found.add(graph.units[atom].leaf)
+            found.add(graph.units[atom])
         elif atom in producers and not graph.nodes[producers[atom]].placed:
             pending.extend(a for a in graph.nodes[producers[atom]].eqn.invars if not isinstance(a, _compat.Literal))
     return found
 
 
-def _assemble(graph: Graph, stage_of_node: Sequence[int], num_stages: int) -> StageGraph:
+def _assemble(graph: Graph, stage_of_node: Sequence[int], num_stages: int, *, with_state: bool) -> StageGraph:
     trace = graph.trace
     producers = {var: i for i, node in enumerate(graph.nodes) for var in node.eqn.outvars}
-    homes = _output_homes(graph, stage_of_node, producers, num_stages)
+    homes = _output_homes(graph, stage_of_node, producers, num_stages, with_state=with_state)
     needed: list[set[int]] = [set() for _ in range(num_stages)]
     received: list[dict[Any, None]] = [{} for _ in range(num_stages)]
     inputs: list[dict[Any, None]] = [{} for _ in range(num_stages)]
@@ -133,6 +138,10 @@ def _assemble(graph: Graph, stage_of_node: Sequence[int], num_stages: int) -> St
             pending.extend((a, stage_of_node[index]) for a in node.eqn.invars)
     for position, home in homes.items():
         pending.append((trace.jaxpr.outvars[position], home))
+    # A leaf that the loss never reads still has to be kept and updated somewhere.
+    used = {a for node in graph.nodes for a in node.eqn.invars if not isinstance(a, _compat.Literal)}
+    if with_state:
+        inputs[0].update((var, None) for var in graph.units if var not in used)
     seen: set[tuple[Any, int]] = set()
     while pending:
         atom, stage = pending.pop()
@@ -150,7 +159,7 @@ def _assemble(graph: Graph, stage_of_node: Sequence[int], num_stages: int) -> St
             needed[stage].add(index)
             pending.extend((a, stage) for a in graph.nodes[index].eqn.invars)
     boundaries = _boundaries(received, producers, stage_of_node)
-    advanced, state_stage = _state_homes(graph, homes, inputs)
+    advanced, state_stage = _state_homes(graph, homes, inputs) if with_state else ((), {})
     stages = tuple(
         _stage(graph, s, needed[s], inputs[s], tuple(received[s]), boundaries, homes) for s in range(num_stages)
     )
@@ -160,14 +169,16 @@ def _assemble(graph: Graph, stage_of_node: Sequence[int], num_stages: int) -> St
 
 
 def _output_homes(
-    graph: Graph, stage_of_node: Sequence[int], producers: dict[Any, int], num_stages: int
+    graph: Graph, stage_of_node: Sequence[int], producers: dict[Any, int], num_stages: int, *, with_state: bool
 ) -> dict[int, int]:
     """Position in the trace's outputs -> stage that computes it; state advanced ahead has none."""
     trace = graph.trace
     first_state = len(trace.jaxpr.outvars) - len(trace.state_atoms)
     homes = {}
     for position, atom in enumerate(trace.jaxpr.outvars):
-        if position >= first_state and graph.flag(atom) in (0, MODEL_STATE):
+        if position >= first_state and not with_state:
+            break
+        if position >= first_state and num_stages > 1 and graph.flag(atom) in (0, MODEL_STATE):
             continue
         placed = not isinstance(atom, _compat.Literal) and atom in producers and graph.nodes[producers[atom]].placed
         homes[position] = stage_of_node[producers[atom]] if placed else num_stages - 1
@@ -226,15 +237,16 @@ def _stage(
         chosen = [v for v in inputs if v in graph.units and trace.leaves[graph.units[v].leaf].kind == kind]
         return tuple(sorted(chosen, key=lambda v: _unit_order(graph.units[v])))
 
-    batch, consts = set(trace.batch_vars), set(trace.const_vars)
+    batch_index = tuple(i for i, v in enumerate(trace.batch_vars) if v in inputs)
     return Stage(
         index=index,
         nodes=tuple(graph.nodes[i] for i in sorted(needed)),
         params=ordered(PARAMS),
         frozen=ordered("frozen"),
         state=ordered(STATE),
-        batch=tuple(v for v in trace.batch_vars if v in inputs and v in batch),
-        consts=tuple(v for v in trace.const_vars if v in inputs and v in consts),
+        batch=tuple(trace.batch_vars[i] for i in batch_index),
+        batch_index=batch_index,
+        consts=tuple(v for v in trace.const_vars if v in inputs),
         received=received,
         sent=tuple(b.var for b in boundaries if b.producer == index),
         outputs=tuple(position for position, home in homes.items() if home == index),

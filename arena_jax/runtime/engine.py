@@ -1,0 +1,113 @@
+"""What a program's two forms (one stage, pipeline) share: inputs, sums over microbatches, metrics."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from arena_jax.compiler.problem import Problem
+from arena_jax.compiler.trace import LAST, MEAN, WEIGHTED, Trace
+from arena_jax.errors import UsageError
+from arena_jax.runtime.layout import State
+
+Metrics = dict[str, Any]
+
+
+class Engine(Protocol):
+    """Runs the steps of one plan."""
+
+    def step(self, state: State, batch: Sequence[np.ndarray]) -> tuple[State, Metrics]:
+        """One optimizer step on the flat leaves of a global batch; consumes ``state``."""
+
+    def evaluate(self, state: State, batch: Sequence[np.ndarray], num_rows: int) -> Metrics:
+        """Loss and metrics of a batch of any number of rows; changes nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """How the outputs of a trace are combined over microbatches."""
+
+    trace: Trace
+
+    @property
+    def num_outputs(self) -> int:
+        """Loss sum, weight and the metrics' numbers; the state outputs come after them."""
+        return 2 + sum(m.num_values for m in self.trace.metrics)
+
+    def add(self, position: int, total: Any, value: Any) -> Any:
+        """Fold one microbatch's number into the running total."""
+        return value if self.kind(position) == LAST else total + value
+
+    def kind(self, position: int) -> str:
+        at = 2
+        for metric in self.trace.metrics:
+            if at <= position < at + metric.num_values:
+                return metric.kind
+            at += metric.num_values
+        return WEIGHTED
+
+    def finish(self, totals: Sequence[Any], num_microbatches: int) -> Metrics:
+        """The step's metrics: ``loss`` and the user's own."""
+        metrics: Metrics = {"loss": totals[0] / totals[1]}
+        at = 2
+        for metric in self.trace.metrics:
+            value = totals[at]
+            if metric.kind == MEAN:
+                value = value / num_microbatches
+            elif metric.kind == WEIGHTED:
+                value = value / totals[at + 1]
+            metrics[metric.name] = value
+            at += metric.num_values
+        return metrics
+
+
+def flatten_batch(problem: Problem, batch: Any, *, ragged: bool = False) -> tuple[list[np.ndarray], int]:
+    """The batch's leaves in the problem's order, checked by name, and its number of rows.
+
+    Raises:
+        UsageError: another structure, row count, shape or dtype than the problem was made with.
+    """
+    leaves, treedef = jax.tree.flatten(batch)
+    if treedef != problem.batch_treedef:
+        raise UsageError(
+            f"the batch has structure {treedef}, the program was compiled for {problem.batch_treedef}"
+        )
+    rows: int | None = None
+    arrays = []
+    for leaf, value in zip(problem.batch, leaves, strict=True):
+        array = value if isinstance(value, np.ndarray | jax.Array) else np.asarray(value)
+        expected = tuple(leaf.row_shape)
+        received = tuple(array.shape[1:]) if leaf.has_rows else tuple(array.shape)
+        if received != expected or (leaf.has_rows and array.ndim == 0):
+            raise UsageError(f"batch leaf {leaf.name!r} has shape {array.shape}, expected (rows, {expected})")
+        if leaf.has_rows:
+            if rows is not None and array.shape[0] != rows:
+                raise UsageError(f"batch leaf {leaf.name!r} has {array.shape[0]} rows, the others {rows}")
+            rows = array.shape[0]
+        if array.dtype != leaf.dtype:
+            if not np.can_cast(array.dtype, leaf.dtype, casting="same_kind"):
+                raise UsageError(f"batch leaf {leaf.name!r} is {array.dtype}, expected {leaf.dtype}")
+            array = array.astype(leaf.dtype)
+        arrays.append(array)
+    assert rows is not None
+    if rows != problem.global_batch and not ragged:
+        raise UsageError(
+            f"the batch has {rows} rows, the global batch is {problem.global_batch}",
+            hint="drop the last incomplete batch in training; eval_step takes any number of rows",
+        )
+    return arrays, rows
+
+
+def zeros(struct: Any) -> Any:
+    return jnp.zeros(struct.shape, struct.dtype)
+
+
+def structs_of(arrays: Sequence[Any]) -> list[Any]:
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=getattr(a, "sharding", None)) for a in arrays]
+
+
+def by_position(outputs: Mapping[int, Any], positions: Sequence[int]) -> list[Any]:
+    return [outputs[p] for p in positions]

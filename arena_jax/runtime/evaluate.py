@@ -1,0 +1,148 @@
+"""Evaluate a batch under a plan: the model in ``.eval()`` mode, where its parameters live."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from arena_jax.compiler import _compat
+from arena_jax.compiler.graph import Graph, Unit, build_graph, split_scans
+from arena_jax.compiler.problem import Problem
+from arena_jax.compiler.stages import StageGraph, assign_stages, cut_stages
+from arena_jax.compiler.trace import Trace, trace_eval
+from arena_jax.runtime.engine import Metrics, Sums
+from arena_jax.runtime.layout import Layout, State, leaf_names
+from arena_jax.runtime.placement import StagePlacement
+from arena_jax.runtime.stage_function import StageFunction, StageInputs, make_stage_function
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compiled:
+    """Evaluation at one number of rows."""
+
+    trace: Trace
+    stage_graph: StageGraph
+    functions: tuple[StageFunction, ...]
+    programs: tuple[Any, ...]
+    consts: tuple[list[Any], ...]
+    finish: Any
+
+
+class Evaluator:
+    """Evaluates batches of any number of rows; compiles once per number."""
+
+    def __init__(self, problem: Problem, placements: Sequence[StagePlacement], layout: Layout) -> None:
+        self._problem = problem
+        self._placements = placements
+        self._layout = layout
+        names = {name: i for i, name in enumerate(leaf_names(problem))}
+        self._where: dict[Unit, dict[int, int]] = {}
+        for position, entry in enumerate(layout.entries):
+            if entry.name in names:
+                unit = Unit(leaf=names[entry.name], start=entry.slot.start, stop=entry.slot.stop)
+                assert entry.slot.stage is not None
+                self._where.setdefault(unit, {})[entry.slot.stage] = position
+        self._compiled: dict[int, _Compiled] = {}
+
+    def __call__(self, state: State, batch: Sequence[np.ndarray], rows: int) -> Metrics:
+        if rows not in self._compiled:
+            self._compiled[rows] = self._compile(rows)
+        compiled = self._compiled[rows]
+        arrays = state.arrays
+        units = compiled.stage_graph.graph.units
+        made: dict[Any, Any] = {}
+        totals: dict[int, Any] = {}
+        for s, (function, program) in enumerate(zip(compiled.functions, compiled.programs, strict=True)):
+            stage, placement = function.stage, function.placement
+            leaves = [[self._leaf(arrays, units[v], s) for v in group] for group in (stage.params, stage.frozen, stage.state)]
+            shardings = self._batch_shardings(function, rows)
+            rows_placed = jax.device_put([batch[i] for i in stage.batch_index], shardings)
+            received = [jax.device_put(made[v], self._received_sharding(v, placement, rows)) for v in stage.received]
+            sent, outputs = program(*leaves, rows_placed, compiled.consts[s], received)
+            made.update(zip(stage.sent, sent, strict=True))
+            totals.update(outputs)
+        home = compiled.functions[-1].placement.replicated
+        gathered = jax.device_put([totals[p] for p in range(len(totals))], home)
+        return compiled.finish(gathered)
+
+    def _leaf(self, arrays: Sequence[Any], unit: Unit, stage: int) -> Any:
+        """A leaf on a stage; moved there where evaluation needs it in another stage than training."""
+        if unit in self._where:
+            places = self._where[unit]
+            if stage in places:
+                return arrays[places[stage]]
+            return jax.device_put(arrays[next(iter(places.values()))], self._placements[stage].replicated)
+        pieces = sorted((u.start or 0, next(iter(p.values()))) for u, p in self._where.items() if u.leaf == unit.leaf)
+        whole = np.concatenate([np.asarray(arrays[position]) for _, position in pieces])
+        return jax.device_put(whole, self._placements[stage].replicated)
+
+    def _compile(self, rows: int) -> _Compiled:
+        trace = trace_eval(self._problem, rows)
+        graph = build_graph(trace)
+        num_stages = len(self._placements)
+        if num_stages == 1:
+            stage_graph = cut_stages(graph, [0], with_state=False)
+        else:
+            graph, _ = split_scans(graph, self._splits(graph))
+            homes = {unit: frozenset(places) for unit, places in self._where.items()}
+            stage_graph = assign_stages(graph, homes, num_stages)
+        functions = tuple(
+            make_stage_function(trace, stage, placement, {}, constrain=False)
+            for stage, placement in zip(stage_graph.stages, self._placements, strict=True)
+        )
+        values = dict(zip(trace.const_vars, trace.consts, strict=True))
+        sums = Sums(trace=trace)
+        return _Compiled(
+            trace=trace,
+            stage_graph=stage_graph,
+            functions=functions,
+            programs=tuple(jax.jit(_program(f)) for f in functions),
+            consts=tuple(
+                [jax.device_put(values[v], f.placement.replicated) for v in f.stage.consts] for f in functions
+            ),
+            finish=jax.jit(lambda totals: sums.finish(totals, 1)),
+        )
+
+    def _splits(self, graph: Graph) -> dict[int, list[int]]:
+        """Cut scans where training cut them, so that each stage uses the rows it holds."""
+        producers = {var: node.eqn for node in graph.nodes for var in node.eqn.outvars}
+        starts: dict[int, set[int]] = {}
+        for unit in self._where:
+            if unit.start:
+                starts.setdefault(unit.leaf, set()).add(unit.start)
+        splits: dict[int, list[int]] = {}
+        for index, node in enumerate(graph.nodes):
+            if node.eqn.primitive.name != "scan":
+                continue
+            found: set[int] = set()
+            for atom in node.eqn.invars[node.eqn.params["num_consts"] + node.eqn.params["num_carry"] :]:
+                while atom in producers and producers[atom].primitive.name == "convert_element_type":
+                    atom = producers[atom].invars[0]
+                if not isinstance(atom, _compat.Literal) and atom in graph.units:
+                    found |= starts.get(graph.units[atom].leaf, set())
+            if found:
+                splits[index] = sorted(found)
+        return splits
+
+    def _batch_shardings(self, function: StageFunction, rows: int) -> list[Any]:
+        chosen = [self._problem.batch[i] for i in function.stage.batch_index]
+        return [
+            function.placement.rows(len(leaf.row_shape) + 1, rows) if leaf.has_rows else function.placement.replicated
+            for leaf in chosen
+        ]
+
+    def _received_sharding(self, var: Any, placement: StagePlacement, rows: int) -> Any:
+        shape = var.aval.shape
+        return placement.rows(len(shape), rows) if shape and shape[0] == rows else placement.replicated
+
+
+def _program(function: StageFunction) -> Any:
+    def run(params: Any, frozen: Any, state: Any, batch: Any, consts: Any, received: Any) -> Any:
+        inputs = StageInputs(
+            params=params, frozen=frozen, state=state, batch=batch, consts=consts, received=received
+        )
+        return function(inputs)
+
+    return run

@@ -1,0 +1,195 @@
+"""How a training state is spread over stages, and how it becomes one plan-independent tree.
+
+Each stage holds whole leaves, or the rows of a stacked leaf that its layers use. A leaf that several
+stages use (tied embeddings) has a primary copy, which is the one that is updated and saved.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from arena_jax.compiler.problem import FROZEN, PARAMS, STATE, Problem
+from arena_jax.errors import CheckpointError
+from arena_jax.runtime.update import Slot
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One array of the state: a leaf or rows of one, on one stage."""
+
+    name: str
+    slot: Slot
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Any
+    primary: bool
+    num_rows: int | None = None
+
+    @property
+    def is_key(self) -> bool:
+        return bool(jax.dtypes.issubdtype(self.dtype, jax.dtypes.prng_key))
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
+
+    def cut(self, whole: Any) -> Any:
+        """This entry's rows of a whole leaf."""
+        return whole if self.slot.start is None else whole[self.slot.start : self.slot.stop]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLayout:
+    """Entries of one stage, aligned with the stage's variables."""
+
+    params: tuple[Entry, ...]
+    frozen: tuple[Entry, ...]
+    state: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """All entries of a training state under one plan."""
+
+    stages: tuple[StageLayout, ...]
+    optimizer: tuple[Entry, ...]
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        out: list[Entry] = []
+        for stage in self.stages:
+            out.extend((*stage.params, *stage.frozen, *stage.state))
+        return (*out, *self.optimizer)
+
+
+@dataclass
+class StageState:
+    """Arrays of one stage."""
+
+    params: list[Any]
+    frozen: list[Any]
+    state: list[Any]
+
+
+@dataclass
+class State:
+    """A training state: what ``program.step`` takes (and consumes) and returns.
+
+    Attributes:
+        step: number of steps done.
+        stages: arrays by stage.
+        optimizer: arrays of the optimizer state, aligned with ``Layout.optimizer``.
+    """
+
+    step: int
+    stages: list[StageState]
+    optimizer: list[Any]
+
+    @property
+    def arrays(self) -> list[Any]:
+        out: list[Any] = []
+        for stage in self.stages:
+            out.extend((*stage.params, *stage.frozen, *stage.state))
+        return [*out, *self.optimizer]
+
+
+jax.tree_util.register_dataclass(StageState, ["params", "frozen", "state"], [])
+jax.tree_util.register_dataclass(State, ["stages", "optimizer"], ["step"])
+
+
+def to_tree(layout: Layout, state: State) -> Tree:
+    """Whole leaves by plan-independent name; leaves in pieces are joined on the host."""
+    pieces: dict[str, list[tuple[int, Any]]] = {}
+    tree: Tree = {"step": np.asarray(state.step, np.int32)}
+    for entry, array in zip(layout.entries, state.arrays, strict=True):
+        if not entry.primary:
+            continue
+        value = jax.random.key_data(array) if entry.is_key else array
+        if entry.slot.start is None:
+            tree[entry.name] = value
+        else:
+            pieces.setdefault(entry.name, []).append((entry.slot.start, value))
+    for name, parts in pieces.items():
+        tree[name] = np.concatenate([np.asarray(v) for _, v in sorted(parts, key=lambda part: part[0])])
+    return tree
+
+
+def abstract_tree(layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of :func:`to_tree`; with a sharding where the leaf is one array on one stage."""
+    tree: dict[str, jax.ShapeDtypeStruct] = {"step": jax.ShapeDtypeStruct((), np.int32)}
+    for entry in layout.entries:
+        if not entry.primary:
+            continue
+        if entry.is_key:
+            data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(entry.shape, entry.dtype))
+            tree[entry.name] = jax.ShapeDtypeStruct(data.shape, data.dtype)
+        elif entry.slot.start is None:
+            tree[entry.name] = entry.struct
+        else:
+            assert entry.num_rows is not None
+            tree[entry.name] = jax.ShapeDtypeStruct((entry.num_rows, *entry.shape[1:]), entry.dtype)
+    return tree
+
+
+def from_tree(layout: Layout, tree: Mapping[str, Any]) -> State:
+    """Place a tree under a layout, leaf by leaf; the arrays given are neither donated nor aliased."""
+    arrays = []
+    for entry in layout.entries:
+        if entry.name not in tree:
+            raise CheckpointError(f"the saved state has no {entry.name!r}", hint="it was written for another model or optimizer")
+        value = tree[entry.name]
+        if entry.is_key:
+            value = jax.random.wrap_key_data(jnp.asarray(np.asarray(value)))
+        value = entry.cut(value)
+        if tuple(value.shape) != entry.shape:
+            raise CheckpointError(f"{entry.name}: saved shape {tuple(value.shape)}, the model has {entry.shape}")
+        arrays.append(own(value, entry.dtype, entry.sharding))
+    return unflatten(layout, arrays, int(np.asarray(tree["step"])))
+
+
+def unflatten(layout: Layout, arrays: Sequence[Any], step: int) -> State:
+    """Arrays in the order of ``layout.entries`` as a state."""
+    values = iter(arrays)
+    stages = [
+        StageState(
+            params=[next(values) for _ in stage.params],
+            frozen=[next(values) for _ in stage.frozen],
+            state=[next(values) for _ in stage.state],
+        )
+        for stage in layout.stages
+    ]
+    return State(step=step, stages=stages, optimizer=list(values))
+
+
+def own(value: Any, dtype: Any, sharding: Any) -> Any:
+    """A copy of ``value`` under ``sharding`` that may be donated without harm to the original.
+
+    ``device_put`` may alias its source even across shardings, so the copy goes through a program.
+    """
+    if not isinstance(value, jax.Array) and not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        value = np.asarray(value, dtype)
+    return _copier(sharding)(jax.device_put(value, sharding))
+
+
+@cache
+def _copier(sharding: Any) -> Callable[[Any], Any]:
+    return jax.jit(_copy, out_shardings=sharding)
+
+
+def _copy(value: Any) -> Any:
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jnp.copy(jax.random.key_data(value)))
+    return jnp.copy(value)
+
+
+def leaf_names(problem: Problem) -> tuple[str, ...]:
+    """Tree names of the model's leaves: ``params/...``, ``frozen/...``, ``state/...``."""
+    prefix = {PARAMS: "params", FROZEN: "frozen", STATE: "state"}
+    return tuple(f"{prefix[leaf.kind]}/{leaf.name}" for leaf in problem.leaves)

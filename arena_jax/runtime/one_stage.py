@@ -1,0 +1,163 @@
+"""A one-stage plan as a single jitted step: microbatches by ``lax.scan``, then the optimizer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from arena_jax.compiler.problem import PARAMS, STATE, Problem
+from arena_jax.compiler.trace import Trace
+from arena_jax.runtime.engine import Metrics, Sums
+from arena_jax.runtime.layout import Layout, StageState, State
+from arena_jax.runtime.optimizer import accumulation_dtype, flat_update
+from arena_jax.runtime.placement import StagePlacement
+from arena_jax.runtime.stage_function import StageFunction, StageInputs
+
+
+class OneStage:
+    """Engine of a one-stage plan."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        function: StageFunction,
+        layout: Layout,
+        num_microbatches: int,
+        *,
+        skip_nonfinite: bool,
+    ) -> None:
+        self._problem = problem
+        self._layout = layout
+        self._num_microbatches = num_microbatches
+        self._placement = function.placement
+        self._batch_shardings = batch_shardings(function.placement, problem, num_microbatches)
+        self._consts = [jax.device_put(c, function.placement.replicated) for c in consts_of(function.trace, function)]
+        self._step = self._compile(function, skip_nonfinite)
+
+    def step(self, state: State, batch: Sequence[np.ndarray]) -> tuple[State, Metrics]:
+        arrays = state.stages[0]
+        placed = jax.device_put(
+            [self._split(a, leaf.has_rows) for a, leaf in zip(batch, self._problem.batch, strict=True)],
+            self._batch_shardings,
+        )
+        params, frozen, model_state, optimizer, metrics = self._step(
+            arrays.params, arrays.frozen, arrays.state, state.optimizer, self._consts, placed
+        )
+        after = StageState(params=params, frozen=frozen, state=model_state)
+        return State(step=state.step + 1, stages=[after], optimizer=optimizer), metrics
+
+    def _split(self, array: Any, has_rows: bool) -> Any:
+        if not has_rows or self._num_microbatches == 1:
+            return array
+        return array.reshape(self._num_microbatches, -1, *array.shape[1:])
+
+    def _compile(self, function: StageFunction, skip_nonfinite: bool) -> Any:
+        entries = self._layout.stages[0]
+        shardings = (
+            [e.sharding for e in entries.params],
+            [e.sharding for e in entries.frozen],
+            [e.sharding for e in entries.state],
+            [e.sharding for e in self._layout.optimizer],
+            None,
+        )
+        step = make_step(self._problem, function, self._num_microbatches, skip_nonfinite=skip_nonfinite)
+        jitted = jax.jit(step, donate_argnums=(0, 1, 2, 3), out_shardings=shardings)
+        rows = self._problem.rows_of(self._num_microbatches)
+        batch = []
+        for leaf, sharding in zip(self._problem.batch, self._batch_shardings, strict=True):
+            struct = leaf.struct(rows)
+            lead = (self._num_microbatches,) if leaf.has_rows and self._num_microbatches > 1 else ()
+            batch.append(jax.ShapeDtypeStruct((*lead, *struct.shape), struct.dtype, sharding=sharding))
+        lowered = jitted.lower(
+            [e.struct for e in entries.params],
+            [e.struct for e in entries.frozen],
+            [e.struct for e in entries.state],
+            [e.struct for e in self._layout.optimizer],
+            self._consts,
+            batch,
+        )
+        return lowered.compile()
+
+
+def make_step(problem: Problem, function: StageFunction, num_microbatches: int, *, skip_nonfinite: bool) -> Any:
+    """The whole step as a pure function of parameters, frozen, state, optimizer, constants, batch."""
+    trace, stage, placement = function.trace, function.stage, function.placement
+    sums = Sums(trace=trace)
+    update = flat_update(problem, skip_nonfinite=skip_nonfinite)
+    leaf_of = {var: i for i, var in enumerate(trace.leaf_vars)}
+    stage_state = [leaf_of[v] for v in stage.state]
+    leaves = problem.of_kind(PARAMS)
+    gradient_shardings = [placement.gradient(leaf.name, leaf.shape) for leaf in leaves]
+    state_index = [i for i, leaf in enumerate(trace.leaves) if leaf.kind == STATE]
+
+    def microbatch(params: list[Any], frozen: list[Any], state: list[Any], consts: list[Any], rows: list[Any]) -> Any:
+        def loss(values: list[Any]) -> tuple[Any, Any]:
+            inputs = StageInputs(
+                params=values, frozen=frozen, state=state, batch=rows, consts=consts, received=()
+            )
+            _, outputs = function(inputs)
+            return outputs[0], outputs
+
+        (_, outputs), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+        numbers = [outputs[p] for p in range(sums.num_outputs)]
+        by_leaf = {leaf: outputs[sums.num_outputs + k] for k, leaf in enumerate(state_index)}
+        new_state = [by_leaf[leaf] for leaf in stage_state]
+        return gradients, numbers, new_state
+
+    def accumulate(total: Any, gradient: Any, sharding: Any) -> Any:
+        added = total + gradient.astype(total.dtype)
+        return lax.with_sharding_constraint(added, sharding) if placement.mesh.size > 1 else added
+
+    def step(params: list[Any], frozen: list[Any], state: list[Any], optimizer: list[Any], consts: list[Any], batch: list[Any]) -> Any:
+        if num_microbatches == 1:
+            gradients, numbers, state = microbatch(params, frozen, state, consts, [batch[i] for i in stage.batch_index])
+            totals = [
+                accumulate(jnp.zeros(g.shape, accumulation_dtype(problem, g.dtype)), g, s)
+                for g, s in zip(gradients, gradient_shardings, strict=True)
+            ]
+        else:
+
+            def body(carry: Any, rows: Any) -> tuple[Any, None]:
+                totals, running, state = carry
+                full = _with_scalars(rows, batch, problem)
+                gradients, numbers, state = microbatch(params, frozen, state, consts, [full[i] for i in stage.batch_index])
+                totals = [accumulate(t, g, s) for t, g, s in zip(totals, gradients, gradient_shardings, strict=True)]
+                running = [sums.add(p, r, n) for p, (r, n) in enumerate(zip(running, numbers, strict=True))]
+                return (totals, running, state), None
+
+            totals = [
+                lax.with_sharding_constraint(jnp.zeros(p.shape, accumulation_dtype(problem, p.dtype)), s)
+                for p, s in zip(params, gradient_shardings, strict=True)
+            ]
+            zeros = [jnp.zeros((), a.aval.dtype) for a in trace.jaxpr.outvars[: sums.num_outputs]]
+            sliced = [b for b, leaf in zip(batch, problem.batch, strict=True) if leaf.has_rows]
+            (totals, numbers, state), _ = lax.scan(body, (totals, zeros, state), sliced)
+        params, optimizer = update(totals, numbers[1], numbers[0], optimizer, params)
+        return params, frozen, state, optimizer, sums.finish(numbers, num_microbatches)
+
+    return step
+
+
+def batch_shardings(placement: StagePlacement, problem: Problem, num_microbatches: int) -> list[Any]:
+    """Rows over dp, behind the microbatch dim where there is one."""
+    rows = problem.rows_of(num_microbatches)
+    lead = 1 if num_microbatches > 1 else 0
+    return [
+        placement.rows(len(leaf.row_shape) + 1 + lead, rows, lead=lead) if leaf.has_rows else placement.replicated
+        for leaf in problem.batch
+    ]
+
+
+def consts_of(trace: Trace, function: StageFunction) -> list[Any]:
+    """Values of the captured constants a stage uses."""
+    values = dict(zip(trace.const_vars, trace.consts, strict=True))
+    return [values[v] for v in function.stage.consts]
+
+
+def _with_scalars(rows: Sequence[Any], batch: Sequence[Any], problem: Problem) -> list[Any]:
+    """Row leaves of one microbatch together with the scalars, which all microbatches share."""
+    values = iter(rows)
+    return [next(values) if leaf.has_rows else b for b, leaf in zip(batch, problem.batch, strict=True)]

@@ -1,0 +1,322 @@
+"""A compiled plan: initialise, step, evaluate, save, load."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from arena_jax.compiler.graph import build_graph, split_scans
+from arena_jax.compiler.layers import Layers, Position, find_layers
+from arena_jax.compiler.problem import FROZEN, PARAMS, STATE, Problem
+from arena_jax.compiler.stages import StageGraph, cut_stages
+from arena_jax.compiler.trace import Trace, trace_loss
+from arena_jax.errors import PlanError
+from arena_jax.grid import Plan
+from arena_jax.runtime.engine import Engine, Metrics, flatten_batch
+from arena_jax.runtime.evaluate import Evaluator
+from arena_jax.runtime.layout import (
+    Entry,
+    Layout,
+    StageLayout,
+    State,
+    Tree,
+    abstract_tree,
+    from_tree,
+    leaf_names,
+    own,
+    to_tree,
+    unflatten,
+)
+from arena_jax.runtime.one_stage import OneStage
+from arena_jax.runtime.optimizer import check_optimizer, optimizer_owners
+from arena_jax.runtime.pipeline import Pipeline
+from arena_jax.runtime.placement import StagePlacement, place_stages
+from arena_jax.runtime.stage_function import StageFunction, make_stage_function
+from arena_jax.runtime.update import Home, Slot, SplitUpdate, split_update
+
+
+class Program:
+    """A plan compiled for one problem on concrete devices. Made by :func:`compile_program`.
+
+    ``step`` consumes the state it is given and returns a new one; nothing else is ever donated.
+    """
+
+    def __init__(self, problem: Problem, plan: Plan, layout: Layout, engine: Engine, evaluator: Evaluator) -> None:
+        self.problem = problem
+        self.plan = plan
+        self._layout = layout
+        self._engine = engine
+        self._evaluator = evaluator
+
+    @property
+    def num_parameters(self) -> int:
+        return self.problem.num_parameters
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    def init(self, rngs: nnx.Rngs | int | None = None) -> State:
+        """A new state, made sharded; bit-equal for every plan.
+
+        Args:
+            rngs: seed or ``nnx.Rngs`` for a model factory, default the problem's seed. A model that
+                was passed as a module keeps its values.
+        """
+        if rngs is None or isinstance(rngs, int):
+            rngs = nnx.Rngs(self.problem.seed if rngs is None else rngs)
+        return _initialise(self.problem, self._layout, rngs)
+
+    def step(self, state: State, batch: Any) -> tuple[State, Metrics]:
+        """One optimizer step on a global batch. Asynchronous: metrics are arrays not yet computed.
+
+        Returns:
+            The new state, and ``{"loss": ..., **metrics}`` as scalar arrays.
+        """
+        arrays, _ = flatten_batch(self.problem, batch)
+        return self._engine.step(state, arrays)
+
+    def eval_step(self, state: State, batch: Any) -> Metrics:
+        """Loss and metrics of the model in ``.eval()`` mode, on any number of rows; changes no state."""
+        arrays, rows = flatten_batch(self.problem, batch, ragged=True)
+        return self._evaluator(state, arrays, rows)
+
+    def save_tree(self, state: State) -> Tree:
+        """Whole leaves under plan-independent names."""
+        return to_tree(self._layout, state)
+
+    def abstract_tree(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and, where a leaf is one array, shardings of :meth:`save_tree`."""
+        return abstract_tree(self._layout)
+
+    def load_tree(self, tree: Tree) -> State:
+        """Place a saved tree; the arrays given are neither donated nor changed."""
+        return from_tree(self._layout, tree)
+
+    def reshard_from(self, state: State, other: "Program") -> State:
+        """Move a state of ``other`` to this program's plan; ``state`` stays valid."""
+        return self.load_tree(other.save_tree(state))
+
+    def model(self, state: State) -> nnx.Module:
+        """A new module with the state's values, each leaf whole on this program's first stage."""
+        tree = self.save_tree(state)
+        values = {PARAMS: [], FROZEN: [], STATE: []}  # type: dict[str, list[Any]]
+        for leaf, name in zip(self.problem.leaves, leaf_names(self.problem), strict=True):
+            value = tree[name]
+            value = jax.random.wrap_key_data(jnp.asarray(value)) if leaf.is_key else jnp.asarray(value)
+            values[leaf.kind].append(value)
+        states = [self.problem.treedefs[kind].unflatten(values[kind]) for kind in (PARAMS, FROZEN, STATE)]
+        return nnx.merge(self.problem.graphdef, *states)
+
+    def optimizer_state(self, state: State) -> Any:
+        """The optimizer state as the pytree that optax made."""
+        tree = self.save_tree(state)
+        leaves = [jnp.asarray(tree[f"opt/{name}"]) for name in self.problem.optimizer_names]
+        return jax.tree.unflatten(jax.tree.structure(self.problem.optimizer_struct), leaves)
+
+
+def compile_program(
+    problem: Problem,
+    plan: Plan,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    nonfinite: str = "stop",
+    trace: Trace | None = None,
+) -> Program:
+    """Compile a plan ahead of time.
+
+    Args:
+        devices: the devices of the allocation, node-major; default the first ones jax has.
+        nonfinite: ``"skip"`` leaves the state unchanged by a step whose loss is not finite.
+        trace: the problem's trace at the plan's microbatch size, where it is at hand.
+
+    Raises:
+        PlanError: the plan is of another model, batch or number of layers.
+        UsageError: fewer devices than the plan needs.
+    """
+    check_plan(problem, plan)
+    skip = nonfinite == "skip"
+    placements = place_stages(plan, devices)
+    trace = trace or trace_loss(problem, plan.num_microbatches)
+    update_jaxpr = check_optimizer(problem, trace.jaxpr.outvars[0].aval.dtype, skip_nonfinite=skip)
+    stage_graph, layer_nodes = cut_by_plan(trace, plan)
+    functions = [
+        make_stage_function(stage_graph.graph.trace, stage, placement, layer_nodes)
+        for stage, placement in zip(stage_graph.stages, placements, strict=True)
+    ]
+    homes = _parameter_homes(problem, stage_graph)
+    split = None
+    if len(placements) > 1:
+        num_optimizer = len(problem.optimizer_names)
+        split = split_update(update_jaxpr, homes, num_optimizer, loss_stage(stage_graph), len(placements), trace.weighted)
+    owners = optimizer_owners(problem, update_jaxpr.jaxpr)
+    layout = _layout(problem, stage_graph, placements, homes, owners, split)
+    engine: Engine
+    if split is None:
+        engine = OneStage(problem, functions[0], layout, plan.num_microbatches, skip_nonfinite=skip)
+    else:
+        engine = Pipeline(problem, stage_graph, functions, layout, split, plan.num_microbatches)
+    evaluator = Evaluator(problem, placements, layout)
+    return Program(problem, plan, layout, engine, evaluator)
+
+
+def check_plan(problem: Problem, plan: Plan) -> None:
+    """Raise :class:`PlanError` when a plan was made for another batch."""
+    if plan.global_batch != problem.global_batch:
+        raise PlanError(f"the plan is for a global batch of {plan.global_batch}, the problem has {problem.global_batch}")
+
+
+def cut_by_plan(trace: Trace, plan: Plan) -> tuple[StageGraph, dict[int, Any]]:
+    """Cut a trace where the plan's stages begin.
+
+    Returns:
+        The stages, and the equations at which layers begin, by ``id``.
+    """
+    graph = build_graph(trace)
+    layers = find_layers(graph)
+    if plan.stages[-1].layers[1] != layers.num_layers - 1:
+        raise PlanError(
+            f"the plan has {plan.stages[-1].layers[1] + 1} layers, this model has {layers.num_layers}",
+            hint="make the plan again for this model and jax version",
+        )
+    starts = [layers.starts[stage.layers[0]] for stage in plan.stages]
+    splits: dict[int, list[int]] = {}
+    for position in starts:
+        if position.iteration:
+            splits.setdefault(position.node, []).append(position.iteration)
+    graph, where = split_scans(graph, splits)
+    begins = _layer_nodes(layers, where)
+    layer_nodes = {id(graph.nodes[i].eqn): i for i in begins}
+    stage_graph = cut_stages(graph, [where[p.node, p.iteration] for p in starts])
+    return stage_graph, layer_nodes
+
+
+def loss_stage(stage_graph: StageGraph) -> int:
+    """The stage that computes the loss sum."""
+    return next(s.index for s in stage_graph.stages if 0 in s.outputs)
+
+
+def _layer_nodes(layers: Layers, where: dict[tuple[int, int], int]) -> list[int]:
+    positions: list[Position] = [p for p in layers.starts if (p.node, p.iteration) in where]
+    return [where[p.node, p.iteration] for p in positions]
+
+
+def _parameter_homes(problem: Problem, stage_graph: StageGraph) -> list[Home]:
+    """Where each trainable parameter is updated: the first stage that uses it, or its pieces' stages."""
+    units = stage_graph.graph.units
+    found: dict[int, dict[tuple[int | None, int | None], int]] = {}
+    for stage in stage_graph.stages:
+        for var in stage.params:
+            unit = units[var]
+            found.setdefault(unit.leaf, {}).setdefault((unit.start, unit.stop), stage.index)
+    homes: list[Home] = []
+    for i in range(len(problem.of_kind(PARAMS))):
+        slots = sorted((Slot(stage, start, stop) for (start, stop), stage in found[i].items()), key=lambda s: s.start or 0)
+        homes.append(tuple(slots))
+    return homes
+
+
+def _layout(
+    problem: Problem,
+    stage_graph: StageGraph,
+    placements: Sequence[StagePlacement],
+    homes: Sequence[Home],
+    owners: Sequence[int | None],
+    split: SplitUpdate | None,
+) -> Layout:
+    names = leaf_names(problem)
+    seen: set[tuple[int, int | None]] = set()
+    units = stage_graph.graph.units
+
+    def entry(var: Any, stage: int, kind: str) -> Entry:
+        unit = units[var]
+        leaf = problem.leaves[unit.leaf]
+        placement = placements[stage]
+        shape = tuple(var.aval.shape)
+        primary = (unit.leaf, unit.start) not in seen
+        seen.add((unit.leaf, unit.start))
+        return Entry(
+            name=names[unit.leaf],
+            slot=Slot(stage, unit.start, unit.stop),
+            shape=shape,
+            dtype=leaf.dtype,
+            sharding=placement.replicated if kind == STATE else placement.parameter(leaf.name, shape),
+            primary=primary,
+            num_rows=leaf.shape[0] if unit.is_piece else None,
+        )
+
+    stages = tuple(
+        StageLayout(
+            params=tuple(entry(v, s.index, PARAMS) for v in s.params),
+            frozen=tuple(entry(v, s.index, FROZEN) for v in s.frozen),
+            state=tuple(entry(v, s.index, STATE) for v in s.state),
+        )
+        for s in stage_graph.stages
+    )
+    return Layout(stages=stages, optimizer=tuple(_optimizer_entries(problem, placements, owners, split)))
+
+
+def _optimizer_entries(
+    problem: Problem, placements: Sequence[StagePlacement], owners: Sequence[int | None], split: SplitUpdate | None
+) -> list[Entry]:
+    params = problem.of_kind(PARAMS)
+    structs = jax.tree.leaves(problem.optimizer_struct)
+    homes = split.optimizer_homes if split is not None else ((Slot(0),),) * len(structs)
+    entries = []
+    for name, struct, owner, home in zip(problem.optimizer_names, structs, owners, homes, strict=True):
+        slots = [Slot(s) for s in range(len(placements))] if home[0].stage is None else list(home)
+        for k, slot in enumerate(slots):
+            assert slot.stage is not None
+            rows = () if slot.start is None or slot.stop is None else (slot.stop - slot.start,)
+            shape = (*rows, *struct.shape[len(rows) :])
+            placement = placements[slot.stage]
+            sharding = placement.replicated
+            if owner is not None:
+                parameter = params[owner]
+                owner_shape = (*rows, *parameter.shape[len(rows) :])
+                sharding = placement.optimizer(parameter.name, owner_shape, shape)
+            entries.append(
+                Entry(
+                    name=f"opt/{name}",
+                    slot=slot,
+                    shape=shape,
+                    dtype=struct.dtype,
+                    sharding=sharding,
+                    primary=home[0].stage is not None or k == 0,
+                    num_rows=struct.shape[0] if rows else None,
+                )
+            )
+    return entries
+
+
+def _initialise(problem: Problem, layout: Layout, rngs: nnx.Rngs) -> State:
+    """Make every stage's entries by one program, whose results are sharded from the start."""
+    graphdef, rng_state = nnx.split(rngs)
+    names = leaf_names(problem)
+    given = problem.make_values(rngs) if problem.concrete else None
+
+    def values(state: Any) -> dict[str, Any]:
+        leaves = problem.make_values(nnx.merge(graphdef, state)) if given is None else state
+        tree = dict(zip(names, leaves, strict=True))
+        count = len(problem.of_kind(PARAMS))
+        optimizer = problem.optimizer.init(problem.treedefs[PARAMS].unflatten(leaves[:count]))
+        opt_names = [f"opt/{name}" for name in problem.optimizer_names]
+        return tree | dict(zip(opt_names, jax.tree.leaves(optimizer), strict=True))
+
+    arrays: dict[int, Any] = {}
+    for stage in range(len(layout.stages)):
+        chosen = [(i, e) for i, e in enumerate(layout.entries) if e.slot.stage == stage]
+
+        def make(state: Any, chosen: list[tuple[int, Entry]] = chosen) -> list[Any]:
+            tree = values(state)
+            return [e.cut(tree[e.name]) for _, e in chosen]
+
+        if given is None:
+            made = jax.jit(make, out_shardings=[e.sharding for _, e in chosen])(rng_state)
+        else:
+            tree = values(given)
+            made = [own(e.cut(tree[e.name]), e.dtype, e.sharding) for _, e in chosen]
+        arrays.update((i, array) for (i, _), array in zip(chosen, made, strict=True))
+    return unflatten(layout, [arrays[i] for i in range(len(layout.entries))], 0)

@@ -1,0 +1,187 @@
+"""Compile and run the split optimizer step of a pipeline."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from arena_jax.compiler.problem import Problem
+from arena_jax.compiler.stages import StageGraph
+from arena_jax.runtime.layout import Layout, State
+from arena_jax.runtime.stage_programs import StagePrograms
+from arena_jax.runtime.update import Slot, SplitUpdate, UpdateProgram, Value
+
+Key = tuple[str, int, Slot]
+
+
+class UpdateRunner:
+    """Runs :class:`SplitUpdate`: sums tied gradients, runs the programs, refreshes tied copies."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        stage_graph: StageGraph,
+        layout: Layout,
+        split: SplitUpdate,
+        stages: Sequence[StagePrograms],
+        num_microbatches: int,
+    ) -> None:
+        self._layout = layout
+        self._split = split
+        self._stages = stages
+        self._unit_of = [
+            [_parameter_key(stage_graph, var, split) for var in stage.params] for stage in stage_graph.stages
+        ]
+        self._optimizer_keys = _optimizer_keys(split, len(stages))
+        self._placements = [s.function.placement for s in stages]
+        weight = np.asarray(num_microbatches, stage_graph.graph.trace.jaxpr.outvars[1].aval.dtype)
+        self._weights = [jax.device_put(weight, p.replicated) for p in self._placements]
+        self._add = jax.jit(lambda a, b: a + b, donate_argnums=0)
+        self._compiled = self._compile()
+
+    def __call__(self, state: State, gradients: Sequence[Sequence[Any]], weight: Any, loss: Any) -> tuple[list[list[Any]], list[Any]]:
+        """Return new parameters per stage (copies included) and the new optimizer arrays."""
+        arrays: dict[tuple[Value, int], Any] = {}
+        inputs = self._inputs(state, gradients, weight, loss)
+        for program, compiled in self._compiled:
+            values = [self._input(v, program.stage, arrays, inputs) for v in program.inputs]
+            outs = compiled(*values)
+            arrays.update(((v, program.stage), x) for v, x in zip(program.outputs, outs, strict=True))
+        results = {key: self._result(value, key, arrays, inputs) for key, value in self._split.results.items()}
+        params: list[list[Any]] = []
+        for s, keys in enumerate(self._unit_of):
+            row = []
+            for position, key in enumerate(keys):
+                new = results[key]
+                if key[2].stage != s:
+                    new = jax.device_put(new, self._layout.stages[s].params[position].sharding)
+                row.append(new)
+            params.append(row)
+        return params, [results[key] for key in self._optimizer_keys]
+
+    def _inputs(self, state: State, gradients: Sequence[Sequence[Any]], weight: Any, loss: Any) -> dict[Key, Any]:
+        inputs: dict[Key, Any] = {}
+        for s, keys in enumerate(self._unit_of):
+            for position, key in enumerate(keys):
+                gradient_key = ("gradient", key[1], key[2])
+                gradient = gradients[s][position]
+                if key[2].stage == s:
+                    inputs[key] = state.stages[s].params[position]
+                    inputs[gradient_key] = gradient
+                else:
+                    # A tied parameter: its first user owns it, the others' gradients come to it.
+                    moved = jax.device_put(gradient, inputs[gradient_key].sharding)
+                    inputs[gradient_key] = self._add(inputs[gradient_key], moved)
+        inputs.update(zip(self._optimizer_keys, state.optimizer, strict=True))
+        for value in self._wanted_inputs:
+            kind, _, slot = value.input_key
+            if kind == "loss":
+                inputs[value.input_key] = loss
+            elif kind == "weight" and slot.stage is not None:
+                inputs[value.input_key] = weight
+        return inputs
+
+    def _input(self, value: Value, stage: int, arrays: dict[tuple[Value, int], Any], inputs: dict[Key, Any]) -> Any:
+        if value.input_key is None:
+            if (value, stage) not in arrays:
+                arrays[value, stage] = self._transfer(value, arrays, inputs)
+            return arrays[value, stage]
+        kind, leaf, slot = value.input_key
+        if slot.stage is None:
+            return self._weights[stage] if kind == "weight" else inputs[kind, leaf, Slot(stage)]
+        return inputs[value.input_key]
+
+    def _transfer(self, value: Value, arrays: dict[tuple[Value, int], Any], inputs: dict[Key, Any]) -> Any:
+        """Copy a value from the stage that made it; its program has run, for depths only grow."""
+        assert value.maker is not None and value.maker.run is None
+        (source,) = value.maker.inputs
+        assert source.stage is not None
+        return jax.device_put(self._input(source, source.stage, arrays, inputs), self._transferred[value])
+
+    def _result(self, value: Value, key: Key, arrays: dict[tuple[Value, int], Any], inputs: dict[Key, Any]) -> Any:
+        stage = key[2].stage
+        assert stage is not None
+        return self._input(value, stage, arrays, inputs)
+
+    @property
+    def _wanted_inputs(self) -> list[Value]:
+        return [v for p in self._split.programs for v in p.inputs if v.input_key is not None]
+
+    # Compilation.
+
+    def _compile(self) -> list[tuple[UpdateProgram, Any]]:
+        shardings: dict[tuple[Value, int], Any] = {}
+        known = self._known_shardings()
+        wanted: dict[Value, Any] = {
+            value: known[key] for key, value in self._split.results.items() if value.input_key is None
+        }
+        kept = {value for value in self._split.results.values() if value.input_key is not None}
+        uses: dict[Value, int] = {}
+        for program in self._split.programs:
+            for value in program.inputs:
+                uses[value] = uses.get(value, 0) + 1
+        self._transferred: dict[Value, Any] = {}
+        for _, source, target in self._split.transfers:
+            assert target.stage is not None
+            sharding = wanted.get(target, self._placements[target.stage].replicated)
+            self._transferred[target] = shardings[target, target.stage] = sharding
+            kept.add(source)
+        compiled = []
+        for program in self._split.programs:
+            structs, donated = [], []
+            for i, value in enumerate(program.inputs):
+                if value.input_key is not None:
+                    kind, leaf, slot = value.input_key
+                    sharding = (
+                        self._placements[program.stage].replicated
+                        if kind in ("weight", "loss")
+                        else known[kind, leaf, Slot(program.stage, slot.start, slot.stop)]
+                    )
+                    if kind in ("parameter", "optimizer") and slot.stage is not None and uses[value] == 1 and value not in kept:
+                        donated.append(i)
+                else:
+                    sharding = shardings[value, program.stage]
+                structs.append(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
+            outs = [wanted.get(v) for v in program.outputs]
+            function = _positional(program)
+            done = jax.jit(function, donate_argnums=tuple(donated), out_shardings=outs).lower(*structs).compile()
+            for value, sharding in zip(program.outputs, done.output_shardings, strict=True):
+                shardings[value, program.stage] = sharding
+            compiled.append((program, done))
+        return compiled
+
+    def _known_shardings(self) -> dict[Key, Any]:
+        known: dict[Key, Any] = {}
+        for s, keys in enumerate(self._unit_of):
+            for position, key in enumerate(keys):
+                if key[2].stage == s:
+                    known[key] = self._layout.stages[s].params[position].sharding
+                    known["gradient", key[1], key[2]] = self._stages[s].gradient_shardings[position]
+        for key, entry in zip(self._optimizer_keys, self._layout.optimizer, strict=True):
+            known[key] = entry.sharding
+        return known
+
+
+def _positional(program: UpdateProgram) -> Any:
+    def run(*arrays: Any) -> list[Any]:
+        return program(arrays)
+
+    return run
+
+
+def _parameter_key(stage_graph: StageGraph, var: Any, split: SplitUpdate) -> Key:
+    unit = stage_graph.graph.units[var]
+    for slot in split.parameter_homes[unit.leaf]:
+        if (slot.start, slot.stop) == (unit.start, unit.stop):
+            return ("parameter", unit.leaf, slot)
+    raise AssertionError("a parameter has no home")
+
+
+def _optimizer_keys(split: SplitUpdate, num_stages: int) -> list[Key]:
+    """Keys of the optimizer arrays, in the order of ``Layout.optimizer``."""
+    keys: list[Key] = []
+    for leaf, home in enumerate(split.optimizer_homes):
+        slots = [Slot(s) for s in range(num_stages)] if home[0].stage is None else list(home)
+        keys.extend(("optimizer", leaf, slot) for slot in slots)
+    return keys
