@@ -161,6 +161,21 @@ def candidate_rows(index: PlanIndex, chosen: Plan | None) -> list[dict[str, Any]
     return rows
 
 
+def constraints_of(section: Any) -> Any:
+    """The pins of a recipe's ``plan`` section as the compiler takes them."""
+    from arena_jax.compiler import Constraints
+
+    return Constraints(
+        stages=section.stages,
+        dp=section.dp,
+        tp=section.tp,
+        zero=section.zero,
+        remat=section.remat,
+        space=section.space,
+        engine=section.engine,
+    )
+
+
 def allocation_of(devices: Sequence[jax.Device]) -> Allocation:
     """The devices as an allocation of the catalogue: all of one kind, on equal nodes."""
     if not devices:

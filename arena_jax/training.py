@@ -275,6 +275,7 @@ def _journal(training: Training) -> Iterator[Journal]:
 def _facts(training: Training) -> dict[str, Any]:
     host = {
         "hostname": platform.node(),
+        "pid": os.getpid(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "num_cpus": os.cpu_count(),

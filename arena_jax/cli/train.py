@@ -4,6 +4,7 @@ import os
 import signal
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,9 @@ def start_jax(num_cpu_devices: int) -> None:
     from arena_jax import home
 
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", num_cpu_devices)
+        # Refused where jax is running already, as in a notebook; then there are as many as there are.
+        with suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", num_cpu_devices)
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(home.compile_cache()))
         # By default jax stores only what took long to compile; a pipeline is many small programs.
