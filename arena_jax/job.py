@@ -100,7 +100,11 @@ def _config(module: Any, path: Path, recipe: Recipe) -> Any:
             )
     # The recipe's checks used a twin of this class, read without importing the file.
     checked = model_config(path, recipe.model.config)
-    return module.Config(**{field.name: getattr(checked, field.name) for field in dataclasses.fields(checked)})
+    values = {field.name: getattr(checked, field.name) for field in dataclasses.fields(checked)}
+    # A model that can be made in the dtype it is stored in is, its running statistics included.
+    if recipe.precision.parameter and "param_dtype" in values and "param_dtype" not in recipe.model.config:
+        values["param_dtype"] = recipe.precision.parameter
+    return module.Config(**values)
 
 
 MakeData = Callable[[], data.Loader]

@@ -10,7 +10,17 @@ from flax import nnx
 from arena_jax.values import Weighted
 
 from .stack import Stack
-from .transformer import Block, LayerNorm, cross_entropy, dropout_or_identity, embed, normal, zeros
+from .transformer import (
+    Block,
+    LayerNorm,
+    add_positions,
+    along,
+    cross_entropy,
+    dropout_or_identity,
+    embed,
+    normal,
+    zeros,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +87,10 @@ class Bert(nnx.Module):
         self.head_bias = zeros((config.vocabulary,), param_dtype)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = embed(self.embedding, tokens, self.config.dtype)
-        x = x + self.positions[...][: tokens.shape[1]].astype(x.dtype)
+        x = add_positions(embed(self.embedding, tokens, self.config.dtype), self.positions)
         x = self.norm(self.blocks(self.dropout(self.embedding_norm(x))))
         logits = jnp.einsum("bsd,vd->bsv", x, self.embedding[...].astype(x.dtype))
-        return logits + self.head_bias[...].astype(x.dtype)
+        return logits + along(self.head_bias, logits)
 
 
 Model = Bert

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .stack import Stack
-from .transformer import Block, LayerNorm, cross_entropy, dropout_or_identity, embed, normal
+from .transformer import Block, LayerNorm, add_positions, cross_entropy, dropout_or_identity, embed, normal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,7 @@ class GPT(nnx.Module):
             self.head = normal(rngs, (config.hidden, config.vocabulary), param_dtype)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = embed(self.embedding, tokens, self.config.dtype)
-        x = x + self.positions[...][: tokens.shape[1]].astype(x.dtype)
+        x = add_positions(embed(self.embedding, tokens, self.config.dtype), self.positions)
         x = self.norm(self.blocks(self.dropout(x)))
         if self.config.tie_embeddings:
             return jnp.einsum("bsd,vd->bsv", x, self.embedding[...].astype(x.dtype))

@@ -20,6 +20,7 @@ from .transformer import (
     Attention,
     Block,
     LayerNorm,
+    add_positions,
     at_least_float32,
     cross_entropy,
     dropout_or_identity,
@@ -201,8 +202,7 @@ class MoE(nnx.Module):
         self.norm = LayerNorm(config.hidden, param_dtype=param_dtype)
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = embed(self.embedding, tokens, self.config.dtype)
-        x = x + self.positions[...][: tokens.shape[1]].astype(x.dtype)
+        x = add_positions(embed(self.embedding, tokens, self.config.dtype), self.positions)
         balance = jnp.zeros((), jnp.promote_types(x.dtype, jnp.float32))
         x, balance = self.pairs((self.dropout(x), balance))
         logits = jnp.einsum("bsd,vd->bsv", self.norm(x), self.embedding[...].astype(x.dtype))

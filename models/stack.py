@@ -41,21 +41,21 @@ class Stack(nnx.Module):
     def __call__(self, carry: Any) -> Any:
         if self.scan:
             graphdef, parameters, other = nnx.split(self.blocks, nnx.Param, ...)
-            apply = _applier(graphdef, self.remat)
+            apply = _applier(graphdef, self.remat, in_scan=True)
             carry, other = jax.lax.scan(lambda c, state: apply(c, *state), carry, (parameters, other))
             nnx.update(self.blocks, other)
             return carry
         for block in self.blocks:
             if self.remat:
                 graphdef, parameters, other = nnx.split(block, nnx.Param, ...)
-                carry, other = _applier(graphdef, remat=True)(carry, parameters, other)
+                carry, other = _applier(graphdef, remat=True, in_scan=False)(carry, parameters, other)
                 nnx.update(block, other)
             else:
                 carry = block(carry)
         return carry
 
 
-def _applier(graphdef: Any, remat: bool) -> Callable[..., tuple[Any, nnx.State]]:
+def _applier(graphdef: Any, remat: bool, *, in_scan: bool) -> Callable[..., tuple[Any, nnx.State]]:
     """One block as a pure function: (carry, parameters, other state) -> (carry, other state)."""
 
     def apply(carry: Any, parameters: nnx.State, other: nnx.State) -> tuple[Any, nnx.State]:
@@ -63,4 +63,5 @@ def _applier(graphdef: Any, remat: bool) -> Callable[..., tuple[Any, nnx.State]]
         carry = block(carry)
         return carry, nnx.state(block, nnx.Not(nnx.Param))
 
-    return jax.checkpoint(apply) if remat else apply
+    # Inside a scan the compiler cannot merge the two passes, so nothing has to keep it from it.
+    return jax.checkpoint(apply, prevent_cse=not in_scan) if remat else apply

@@ -31,6 +31,12 @@ def at_least_float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
+def along(parameter: nnx.Param, x: jax.Array) -> jax.Array:
+    """Return a parameter of x's last dims in x's dtype and rank, ready to be added or multiplied."""
+    value = parameter[...].astype(x.dtype)
+    return jnp.expand_dims(value, range(x.ndim - value.ndim))
+
+
 class LayerNorm(nnx.Module):
     """Normalise the last dimension, in float32 or wider."""
 
@@ -43,7 +49,7 @@ class LayerNorm(nnx.Module):
         centred = wide - wide.mean(-1, keepdims=True)
         variance = jnp.square(centred).mean(-1, keepdims=True)
         normed = (centred * jax.lax.rsqrt(variance + 1e-5)).astype(x.dtype)
-        return normed * self.scale[...].astype(x.dtype) + self.bias[...].astype(x.dtype)
+        return normed * along(self.scale, x) + along(self.bias, x)
 
 
 class Attention(nnx.Module):
@@ -67,10 +73,11 @@ class Attention(nnx.Module):
         scores = at_least_float32(jnp.einsum("bqhk,bshk->bhqs", query, key)) * query.shape[-1] ** -0.5
         if self.causal:
             position = jnp.arange(x.shape[1])
-            scores = jnp.where(position[:, None] >= position[None, :], scores, jnp.finfo(scores.dtype).min)
+            past = position[:, None] >= position[None, :]
+            scores = jnp.where(past[None, None], scores, jnp.finfo(scores.dtype).min)
         weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
         mixed = jnp.einsum("bhqs,bshk->bqhk", weights, value)
-        return jnp.einsum("bqhk,hkd->bqd", mixed, self.out[...].astype(dtype)) + self.out_bias[...].astype(dtype)
+        return jnp.einsum("bqhk,hkd->bqd", mixed, self.out[...].astype(dtype)) + along(self.out_bias, x)
 
 
 class FeedForward(nnx.Module):
@@ -84,8 +91,8 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         dtype = x.dtype
-        inner = jax.nn.gelu(x @ self.up[...].astype(dtype) + self.up_bias[...].astype(dtype))
-        return inner @ self.down[...].astype(dtype) + self.down_bias[...].astype(dtype)
+        inner = jax.nn.gelu(x @ self.up[...].astype(dtype) + along(self.up_bias, x))
+        return inner @ self.down[...].astype(dtype) + along(self.down_bias, x)
 
 
 class Block(nnx.Module):
@@ -127,6 +134,11 @@ def embed(table: nnx.Param, tokens: jax.Array, dtype: str | None) -> jax.Array:
     """Look up rows of a (V, D) table; ``dtype=None`` keeps the table's own dtype."""
     rows = table[...][tokens]
     return rows if dtype is None else rows.astype(dtype)
+
+
+def add_positions(x: jax.Array, positions: nnx.Param) -> jax.Array:
+    """Add the first S rows of a table of positions to (B, S, D)."""
+    return x + positions[...][None, : x.shape[1]].astype(x.dtype)
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:

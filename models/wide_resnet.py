@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from .stack import Stack
-from .transformer import at_least_float32, cross_entropy, normal, zeros
+from .transformer import along, at_least_float32, cross_entropy, normal, zeros
 
 EXPANSION = 4
 
@@ -71,6 +71,10 @@ class Convolution(nnx.Module):
         self.norm = nnx.BatchNorm(
             channels_out, momentum=0.9, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
         )
+        if config.param_dtype == "float64":
+            # nnx keeps running statistics in float32 whatever the parameters are, which would round these.
+            self.norm.mean = nnx.BatchStat(self.norm.mean[...].astype("float64"))
+            self.norm.var = nnx.BatchStat(self.norm.var[...].astype("float64"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.norm(self.convolution(x))
@@ -135,7 +139,7 @@ class WideResNet(nnx.Module):
         for resolution in self.resolutions:
             x = resolution(x)
         pooled = x.mean(axis=(1, 2))
-        return pooled @ self.head[...].astype(x.dtype) + self.head_bias[...].astype(x.dtype)
+        return pooled @ self.head[...].astype(x.dtype) + along(self.head_bias, pooled)
 
 
 Model = WideResNet
