@@ -118,6 +118,10 @@ class Problem:
         paths = jax.tree_util.tree_flatten_with_path(self.optimizer_struct)[0]
         return tuple(path_name(path) for path, _ in paths)
 
+    def accumulation_dtype(self, dtype: Any) -> Any:
+        """Gradients accumulate in the policy's dtype, or in the parameter's where that is wider."""
+        return jnp.promote_types(jnp.dtype(self.precision.accumulation), dtype)
+
     def rows_of(self, num_microbatches: int) -> int:
         """Rows of one microbatch."""
         return self.global_batch // num_microbatches

@@ -1,11 +1,10 @@
 """What a program's two forms (one stage, pipeline) share: inputs, sums over microbatches, metrics."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from arena_jax.compiler.problem import Problem
@@ -22,8 +21,8 @@ class Engine(Protocol):
     def step(self, state: State, batch: Sequence[np.ndarray]) -> tuple[State, Metrics]:
         """One optimizer step on the flat leaves of a global batch; consumes ``state``."""
 
-    def evaluate(self, state: State, batch: Sequence[np.ndarray], num_rows: int) -> Metrics:
-        """Loss and metrics of a batch of any number of rows; changes nothing."""
+    def gradients(self, state: State, batch: Sequence[np.ndarray]) -> tuple[list[list[Any]], Any, Metrics]:
+        """Gradient sums by stage, the weight to divide them by, and metrics; changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,15 +98,3 @@ def flatten_batch(problem: Problem, batch: Any, *, ragged: bool = False) -> tupl
             hint="drop the last incomplete batch in training; eval_step takes any number of rows",
         )
     return arrays, rows
-
-
-def zeros(struct: Any) -> Any:
-    return jnp.zeros(struct.shape, struct.dtype)
-
-
-def structs_of(arrays: Sequence[Any]) -> list[Any]:
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=getattr(a, "sharding", None)) for a in arrays]
-
-
-def by_position(outputs: Mapping[int, Any], positions: Sequence[int]) -> list[Any]:
-    return [outputs[p] for p in positions]

@@ -121,6 +121,21 @@ def to_tree(layout: Layout, state: State) -> Tree:
     return tree
 
 
+def join_gradients(layout: Layout, sums: Sequence[Sequence[Any]], weight: np.ndarray) -> Tree:
+    """Gradient sums by stage as whole mean gradients; what several stages use is added up."""
+    found: dict[str, dict[int, Any]] = {}
+    for stage, gradients in zip(layout.stages, sums, strict=True):
+        for entry, gradient in zip(stage.params, gradients, strict=True):
+            start = entry.slot.start or 0
+            parts = found.setdefault(entry.name, {})
+            parts[start] = gradient if start not in parts else np.asarray(parts[start]) + np.asarray(gradient)
+    whole = {
+        name: parts[0] if len(parts) == 1 else np.concatenate([np.asarray(parts[s]) for s in sorted(parts)])
+        for name, parts in found.items()
+    }
+    return {name: value / value.dtype.type(weight) for name, value in whole.items()}
+
+
 def abstract_tree(layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of :func:`to_tree`; with a sharding where the leaf is one array on one stage."""
     tree: dict[str, jax.ShapeDtypeStruct] = {"step": jax.ShapeDtypeStruct((), np.int32)}

@@ -12,7 +12,7 @@ from arena_jax.compiler.problem import PARAMS, STATE, Problem
 from arena_jax.compiler.trace import Trace
 from arena_jax.runtime.engine import Metrics, Sums
 from arena_jax.runtime.layout import Layout, StageState, State
-from arena_jax.runtime.optimizer import accumulation_dtype, flat_update
+from arena_jax.runtime.optimizer import flat_update
 from arena_jax.runtime.placement import StagePlacement
 from arena_jax.runtime.stage_function import StageFunction, StageInputs
 
@@ -35,19 +35,31 @@ class OneStage:
         self._placement = function.placement
         self._batch_shardings = batch_shardings(function.placement, problem, num_microbatches)
         self._consts = [jax.device_put(c, function.placement.replicated) for c in consts_of(function.trace, function)]
+        self._function = function
         self._step = self._compile(function, skip_nonfinite)
+        self._gradients: Any = None
 
     def step(self, state: State, batch: Sequence[np.ndarray]) -> tuple[State, Metrics]:
         arrays = state.stages[0]
-        placed = jax.device_put(
-            [self._split(a, leaf.has_rows) for a, leaf in zip(batch, self._problem.batch, strict=True)],
-            self._batch_shardings,
-        )
         params, frozen, model_state, optimizer, metrics = self._step(
-            arrays.params, arrays.frozen, arrays.state, state.optimizer, self._consts, placed
+            arrays.params, arrays.frozen, arrays.state, state.optimizer, self._consts, self._place(batch)
         )
         after = StageState(params=params, frozen=frozen, state=model_state)
         return State(step=state.step + 1, stages=[after], optimizer=optimizer), metrics
+
+    def gradients(self, state: State, batch: Sequence[np.ndarray]) -> tuple[list[list[Any]], Any, Metrics]:
+        arrays = state.stages[0]
+        if self._gradients is None:
+            self._gradients = jax.jit(make_gradients(self._problem, self._function, self._num_microbatches))
+        sums, numbers, _, metrics = self._gradients(
+            arrays.params, arrays.frozen, arrays.state, self._consts, self._place(batch)
+        )
+        return [sums], numbers[1], metrics
+
+    def _place(self, batch: Sequence[np.ndarray]) -> list[Any]:
+        shaped = [self._split(a, leaf.has_rows) for a, leaf in zip(batch, self._problem.batch, strict=True)]
+        placed: list[Any] = jax.device_put(shaped, self._batch_shardings)
+        return placed
 
     def _split(self, array: Any, has_rows: bool) -> Any:
         if not has_rows or self._num_microbatches == 1:
@@ -84,61 +96,71 @@ class OneStage:
 
 def make_step(problem: Problem, function: StageFunction, num_microbatches: int, *, skip_nonfinite: bool) -> Any:
     """The whole step as a pure function of parameters, frozen, state, optimizer, constants, batch."""
+    gradients = make_gradients(problem, function, num_microbatches)
+    update = flat_update(problem, skip_nonfinite=skip_nonfinite)
+
+    def step(params: list[Any], frozen: list[Any], state: list[Any], optimizer: list[Any], consts: list[Any], batch: list[Any]) -> Any:
+        sums, numbers, state, metrics = gradients(params, frozen, state, consts, batch)
+        params, optimizer = update(sums, numbers[1], numbers[0], optimizer, params)
+        return params, frozen, state, optimizer, metrics
+
+    return step
+
+
+def make_gradients(problem: Problem, function: StageFunction, num_microbatches: int) -> Any:
+    """Gradient sums, loss numbers, new state and metrics of a global batch, as a pure function."""
     trace, stage, placement = function.trace, function.stage, function.placement
     sums = Sums(trace=trace)
-    update = flat_update(problem, skip_nonfinite=skip_nonfinite)
     leaf_of = {var: i for i, var in enumerate(trace.leaf_vars)}
     stage_state = [leaf_of[v] for v in stage.state]
     leaves = problem.of_kind(PARAMS)
-    gradient_shardings = [placement.gradient(leaf.name, leaf.shape) for leaf in leaves]
+    shardings = [placement.gradient(leaf.name, leaf.shape) for leaf in leaves]
     state_index = [i for i, leaf in enumerate(trace.leaves) if leaf.kind == STATE]
 
-    def microbatch(params: list[Any], frozen: list[Any], state: list[Any], consts: list[Any], rows: list[Any]) -> Any:
+    def microbatch(params: list[Any], frozen: list[Any], state: list[Any], consts: list[Any], batch: list[Any]) -> Any:
         def loss(values: list[Any]) -> tuple[Any, Any]:
-            inputs = StageInputs(
-                params=values, frozen=frozen, state=state, batch=rows, consts=consts, received=()
-            )
+            rows = [batch[i] for i in stage.batch_index]
+            inputs = StageInputs(params=values, frozen=frozen, state=state, batch=rows, consts=consts, received=())
             _, outputs = function(inputs)
             return outputs[0], outputs
 
         (_, outputs), gradients = jax.value_and_grad(loss, has_aux=True)(params)
         numbers = [outputs[p] for p in range(sums.num_outputs)]
         by_leaf = {leaf: outputs[sums.num_outputs + k] for k, leaf in enumerate(state_index)}
-        new_state = [by_leaf[leaf] for leaf in stage_state]
-        return gradients, numbers, new_state
+        return gradients, numbers, [by_leaf[leaf] for leaf in stage_state]
 
-    def accumulate(total: Any, gradient: Any, sharding: Any) -> Any:
-        added = total + gradient.astype(total.dtype)
-        return lax.with_sharding_constraint(added, sharding) if placement.mesh.size > 1 else added
+    def constrain(value: Any, sharding: Any) -> Any:
+        return lax.with_sharding_constraint(value, sharding) if placement.mesh.size > 1 else value
 
-    def step(params: list[Any], frozen: list[Any], state: list[Any], optimizer: list[Any], consts: list[Any], batch: list[Any]) -> Any:
+    def zeros(params: list[Any]) -> list[Any]:
+        return [
+            constrain(jnp.zeros(p.shape, problem.accumulation_dtype(p.dtype)), s)
+            for p, s in zip(params, shardings, strict=True)
+        ]
+
+    def accumulate(totals: list[Any], gradients: list[Any]) -> list[Any]:
+        return [
+            constrain(t + g.astype(t.dtype), s) for t, g, s in zip(totals, gradients, shardings, strict=True)
+        ]
+
+    def run(params: list[Any], frozen: list[Any], state: list[Any], consts: list[Any], batch: list[Any]) -> Any:
         if num_microbatches == 1:
-            gradients, numbers, state = microbatch(params, frozen, state, consts, [batch[i] for i in stage.batch_index])
-            totals = [
-                accumulate(jnp.zeros(g.shape, accumulation_dtype(problem, g.dtype)), g, s)
-                for g, s in zip(gradients, gradient_shardings, strict=True)
-            ]
-        else:
+            gradients, numbers, state = microbatch(params, frozen, state, consts, batch)
+            totals = accumulate(zeros(params), gradients)
+            return totals, numbers, state, sums.finish(numbers, 1)
 
-            def body(carry: Any, rows: Any) -> tuple[Any, None]:
-                totals, running, state = carry
-                full = _with_scalars(rows, batch, problem)
-                gradients, numbers, state = microbatch(params, frozen, state, consts, [full[i] for i in stage.batch_index])
-                totals = [accumulate(t, g, s) for t, g, s in zip(totals, gradients, gradient_shardings, strict=True)]
-                running = [sums.add(p, r, n) for p, (r, n) in enumerate(zip(running, numbers, strict=True))]
-                return (totals, running, state), None
+        def body(carry: Any, rows: Any) -> tuple[Any, None]:
+            totals, running, state = carry
+            gradients, numbers, state = microbatch(params, frozen, state, consts, _with_scalars(rows, batch, problem))
+            running = [sums.add(p, r, n) for p, (r, n) in enumerate(zip(running, numbers, strict=True))]
+            return (accumulate(totals, gradients), running, state), None
 
-            totals = [
-                lax.with_sharding_constraint(jnp.zeros(p.shape, accumulation_dtype(problem, p.dtype)), s)
-                for p, s in zip(params, gradient_shardings, strict=True)
-            ]
-            zeros = [jnp.zeros((), a.aval.dtype) for a in trace.jaxpr.outvars[: sums.num_outputs]]
-            sliced = [b for b, leaf in zip(batch, problem.batch, strict=True) if leaf.has_rows]
-            (totals, numbers, state), _ = lax.scan(body, (totals, zeros, state), sliced)
-        params, optimizer = update(totals, numbers[1], numbers[0], optimizer, params)
-        return params, frozen, state, optimizer, sums.finish(numbers, num_microbatches)
+        start = [jnp.zeros((), a.aval.dtype) for a in trace.jaxpr.outvars[: sums.num_outputs]]
+        sliced = [b for b, leaf in zip(batch, problem.batch, strict=True) if leaf.has_rows]
+        (totals, numbers, state), _ = lax.scan(body, (zeros(params), start, state), sliced)
+        return totals, numbers, state, sums.finish(numbers, num_microbatches)
 
-    return step
+    return run
 
 
 def batch_shardings(placement: StagePlacement, problem: Problem, num_microbatches: int) -> list[Any]:

@@ -59,7 +59,7 @@ def check_optimizer(problem: Problem, loss_dtype: Any = "float32", *, skip_nonfi
         The closed jaxpr of :func:`flat_update`.
     """
     params = [leaf.struct for leaf in problem.of_kind(PARAMS)]
-    sums = [jax.ShapeDtypeStruct(p.shape, accumulation_dtype(problem, p.dtype)) for p in params]
+    sums = [jax.ShapeDtypeStruct(p.shape, problem.accumulation_dtype(p.dtype)) for p in params]
     optimizer = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(problem.optimizer_struct)]
     scalar = jax.ShapeDtypeStruct((), loss_dtype)
     try:
@@ -68,11 +68,6 @@ def check_optimizer(problem: Problem, loss_dtype: Any = "float32", *, skip_nonfi
         raise
     except Exception as error:
         raise ModelError(f"the optimizer's update failed on these parameters: {error}") from error
-
-
-def accumulation_dtype(problem: Problem, dtype: Any) -> Any:
-    """Gradients accumulate in the policy's dtype, or in the parameter's where that is wider."""
-    return jnp.promote_types(jnp.dtype(problem.precision.accumulation), dtype)
 
 
 def optimizer_owners(problem: Problem, jaxpr: Any) -> tuple[int | None, ...]:

@@ -72,6 +72,28 @@ class Pipeline:
         return self._functions[self._loss_stage].placement.replicated
 
     def step(self, state: State, batch: Sequence[np.ndarray]) -> tuple[State, Metrics]:
+        gradients, totals, dependent, after = self._run_schedule(state, batch)
+        metrics, loss, weight = self._combine(totals)
+        params, optimizer = self._update(state, gradients, weight, loss)
+        stages = []
+        for s, programs in enumerate(self._stages):
+            model_state = list(state.stages[s].state)
+            for p, value in zip(programs.roles.dependent, dependent[s], strict=True):
+                model_state[p] = value
+            for p, value in zip(programs.roles.advanced, after[s], strict=True):
+                model_state[p] = value
+            stages.append(StageState(params=params[s], frozen=state.stages[s].frozen, state=model_state))
+        return State(step=state.step + 1, stages=stages, optimizer=optimizer), metrics
+
+    def gradients(self, state: State, batch: Sequence[np.ndarray]) -> tuple[list[list[Any]], Any, Metrics]:
+        sums, totals, _, _ = self._run_schedule(state, batch)
+        metrics, _, weight = self._combine(totals)
+        return sums, weight, metrics
+
+    def _run_schedule(
+        self, state: State, batch: Sequence[np.ndarray]
+    ) -> tuple[list[list[Any]], list[list[Any]], list[list[Any]], list[list[Any]]]:
+        """Issue all microbatches; return gradient sums, totals, dependent state and advanced state per stage."""
         placed = self._place_batch(batch)
         advanced, after = self._advance(state)
         dependent = [
@@ -115,26 +137,15 @@ class Pipeline:
                 ]
                 gradients[stage], back = programs.backward(saved, inputs, cotangents, gradients[stage])
                 self._send_back(stage, m, back, returned)
-        return self._finish_step(state, gradients, totals, dependent, after)
+        return gradients, totals, dependent, after
 
-    def _finish_step(
-        self, state: State, gradients: list[Any], totals: list[Any], dependent: list[Any], after: list[Any]
-    ) -> tuple[State, Metrics]:
+    def _combine(self, totals: list[list[Any]]) -> tuple[Metrics, Any, Any]:
+        """The step's metrics, its loss sum and its weight, where the loss is computed."""
         by_position = {
             p: value for s, programs in enumerate(self._stages) for p, value in zip(programs.positions, totals[s], strict=True)
         }
         gathered = jax.device_put([by_position[p] for p in range(self._num_outputs)], self._home)
-        metrics = self._finish(gathered)
-        params, optimizer = self._update(state, gradients, gathered[1], gathered[0])
-        stages = []
-        for s, programs in enumerate(self._stages):
-            model_state = list(state.stages[s].state)
-            for p, value in zip(programs.roles.dependent, dependent[s], strict=True):
-                model_state[p] = value
-            for p, value in zip(programs.roles.advanced, after[s], strict=True):
-                model_state[p] = value
-            stages.append(StageState(params=params[s], frozen=state.stages[s].frozen, state=model_state))
-        return State(step=state.step + 1, stages=stages, optimizer=optimizer), metrics
+        return self._finish(gathered), gathered[0], gathered[1]
 
     def _advance(self, state: State) -> tuple[list[list[Any]], list[list[Any]]]:
         """State of all microbatches where it depends on no data, per stage, and what it becomes."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from arena_jax.compiler.graph import build_graph, split_scans
@@ -24,6 +25,7 @@ from arena_jax.runtime.layout import (
     Tree,
     abstract_tree,
     from_tree,
+    join_gradients,
     leaf_names,
     own,
     to_tree,
@@ -83,6 +85,16 @@ class Program:
         arrays, rows = flatten_batch(self.problem, batch, ragged=True)
         return self._evaluator(state, arrays, rows)
 
+    def grad_step(self, state: State, batch: Any) -> tuple[dict[str, Any], Metrics]:
+        """Gradients of the mean loss without an update, for loops with an optimizer of their own.
+
+        Returns:
+            ``{"params/...": gradient}`` in the accumulation dtype, whole leaves by parameter, and metrics.
+        """
+        arrays, _ = flatten_batch(self.problem, batch)
+        sums, weight, metrics = self._engine.gradients(state, arrays)
+        return join_gradients(self._layout, sums, np.asarray(weight)), metrics
+
     def save_tree(self, state: State) -> Tree:
         """Whole leaves under plan-independent names."""
         return to_tree(self._layout, state)
@@ -102,7 +114,7 @@ class Program:
     def model(self, state: State) -> nnx.Module:
         """A new module with the state's values, each leaf whole on this program's first stage."""
         tree = self.save_tree(state)
-        values = {PARAMS: [], FROZEN: [], STATE: []}  # type: dict[str, list[Any]]
+        values: dict[str, list[Any]] = {PARAMS: [], FROZEN: [], STATE: []}
         for leaf, name in zip(self.problem.leaves, leaf_names(self.problem), strict=True):
             value = tree[name]
             value = jax.random.wrap_key_data(jnp.asarray(value)) if leaf.is_key else jnp.asarray(value)

@@ -20,7 +20,6 @@ from arena_jax.compiler.stages import StageGraph, is_differentiable
 from arena_jax.compiler.trace import Trace
 from arena_jax.runtime.engine import Sums
 from arena_jax.runtime.layout import StageLayout
-from arena_jax.runtime.optimizer import accumulation_dtype
 from arena_jax.runtime.stage_function import StageFunction, StageInputs
 
 
@@ -130,7 +129,7 @@ class StagePrograms:
             placement.gradient(_leaf_name(e.name), e.shape) for e in layout.params
         ]
         self._gradient_structs = [
-            jax.ShapeDtypeStruct(e.shape, accumulation_dtype(problem, e.dtype), sharding=s)
+            jax.ShapeDtypeStruct(e.shape, problem.accumulation_dtype(e.dtype), sharding=s)
             for e, s in zip(layout.params, self.gradient_shardings, strict=True)
         ]
         self._totals_structs = [

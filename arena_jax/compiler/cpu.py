@@ -1,0 +1,86 @@
+"""What this machine's CPU does: measured once, kept under ``ARENA_JAX_HOME``.
+
+The node's rate is shared by the virtual devices in use; its memory is 80 % of RAM.
+"""
+
+import json
+import os
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from arena_jax.grid import DeviceType
+from arena_jax.home import home
+
+_FORMAT = 1
+_MEMORY_SHARE = 0.8
+
+
+def measured_cpu(row: DeviceType, num_devices: int) -> DeviceType:
+    """The catalogue's ``cpu`` row with this node's measured rates, split over ``num_devices``."""
+    rates = _node_rates()
+    return replace(
+        row,
+        peak_flops={"float32": rates["float32"] / num_devices, "float64": rates["float64"] / num_devices},
+        memory_bandwidth=rates["bytes_per_s"] / num_devices,
+        intra_node_bandwidth=rates["bytes_per_s"] / 4 / num_devices,
+        memory_bytes=int(_ram_bytes() * _MEMORY_SHARE / num_devices),
+    )
+
+
+@cache
+def _node_rates() -> dict[str, float]:
+    path = home() / "cpu.json"
+    known = _read(path)
+    if known is not None:
+        return known
+    rates = {
+        "format": float(_FORMAT),
+        "cores": float(os.cpu_count() or 1),
+        "float32": _matmul_rate("float32"),
+        "bytes_per_s": _stream_rate(),
+    }
+    rates["float64"] = rates["float32"] / 2
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(rates))
+    temporary.replace(path)
+    return rates
+
+
+def _read(path: Path) -> dict[str, float] | None:
+    try:
+        data: Any = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    same = isinstance(data, dict) and data.get("format") == _FORMAT and data.get("cores") == float(os.cpu_count() or 1)
+    return data if same else None
+
+
+def _matmul_rate(dtype: str, size: int = 768, repeats: int = 7) -> float:
+    a = jnp.ones((size, size), dtype)
+    product = jax.jit(lambda x: x @ x)
+    product(a).block_until_ready()
+    return 2.0 * size**3 / min(_time(lambda: product(a).block_until_ready()) for _ in range(repeats))
+
+
+def _stream_rate(num_bytes: int = 1 << 26, repeats: int = 7) -> float:
+    a = jnp.ones((num_bytes // 4,), "float32")
+    add = jax.jit(lambda x: x + 1)
+    add(a).block_until_ready()
+    return 2.0 * num_bytes / min(_time(lambda: add(a).block_until_ready()) for _ in range(repeats))
+
+
+def _time(run: Any) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _ram_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
