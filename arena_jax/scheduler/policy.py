@@ -28,6 +28,7 @@ class Jobs:
         run_s: seconds on devices so far; ``device_s`` the device-seconds.
         weight: weight of a second of completion time.
         deadline_s: deadlines, infinite for none.
+        batch: samples a step; 1 where unknown.
         restart_s: charge of a change by cause number (see :mod:`arena_jax.scheduler.costs`).
     """
 
@@ -46,6 +47,7 @@ class Jobs:
     device_s: np.ndarray
     weight: np.ndarray
     deadline_s: np.ndarray
+    batch: np.ndarray
     restart_s: np.ndarray
 
     def __len__(self) -> int:
@@ -68,10 +70,14 @@ class View:
 
 @dataclass(frozen=True)
 class Decision:
-    """A column (or -1) for each active job, and when to be woken without an event, if at all."""
+    """A column (or -1) for each active job, and when to be woken without an event, if at all.
+
+    ``rejected`` are positions of jobs that are turned away for good (strict ElasticFlow).
+    """
 
     column: np.ndarray
     wake_s: float | None = None
+    rejected: tuple[int, ...] = ()
 
 
 class Policy(Protocol):

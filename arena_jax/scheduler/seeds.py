@@ -3,8 +3,8 @@
 All are drawn from a seed and from nothing else, so that policies are compared on the same luck.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -62,13 +62,17 @@ def estimate_errors(workload: Workload, seed: int, sigma: float) -> np.ndarray:
     return np.exp(drawn)[workload.kind]
 
 
-def stragglers(seed: int, *, share: float = 0.05, factor: float = 1.5) -> Callable[[int, int], float]:
-    """``share`` of all runs (a run is one stretch of a job on one allocation) take ``factor`` times as long a step."""
+@dataclass(frozen=True, kw_only=True)
+class Stragglers:
+    """``share`` of all runs (one stretch of a job on one allocation) take ``factor`` times as long a step."""
 
-    def slow_down(job: int, run: int) -> float:
-        return factor if np.random.default_rng([seed, 3, job, run]).random() < share else 1.0
+    seed: int
+    share: float = 0.05
+    factor: float = 1.5
 
-    return slow_down
+    def __call__(self, job: int, run: int) -> float:
+        drawn = np.random.default_rng([self.seed, 3, job, run]).random()
+        return self.factor if drawn < self.share else 1.0
 
 
 def node_failures(

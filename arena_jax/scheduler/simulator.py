@@ -19,7 +19,7 @@ from arena_jax.scheduler.jobs import Workload
 from arena_jax.scheduler.placement import Placed, Placer
 from arena_jax.scheduler.policy import Decision, Jobs, Policy, View
 
-FUTURE, WAITING, RUNNING, FINISHED = range(4)
+FUTURE, WAITING, RUNNING, FINISHED, REJECTED = range(5)
 _SAME_TIME_S = 1e-6
 
 
@@ -115,6 +115,7 @@ class Simulator:
             self._estimate *= self.settings.estimates
         self._weight = np.array([job.weight for job in workload.jobs])
         self._deadline = np.array([math.inf if j.deadline_s is None else j.deadline_s for j in workload.jobs])
+        self._batch = np.array([float(job.global_batch or 1) for job in workload.jobs])
         self._costs = self.settings.costs.by_cause()
         self.now = float(self._arrival[0]) if num else 0.0
         self.state = np.full(num, FUTURE)
@@ -152,7 +153,7 @@ class Simulator:
         began = time.perf_counter()
         done = -1
         while self.step():
-            if progress is not None and (finished := int((self.state == FINISHED).sum())) != done:
+            if progress is not None and (finished := int((self.state >= FINISHED).sum())) != done:
                 done = finished
                 progress(done, len(self.state))
         return self.result(time.perf_counter() - began)
@@ -264,6 +265,11 @@ class Simulator:
     def _idle(self, j: int) -> None:
         self.column[j], self.due[j], self.state[j] = -1, math.inf, WAITING
 
+    def _reject(self, j: int) -> None:
+        assert self.column[j] < 0, f"{self.policy.name} turns a running job away"
+        self.state[j] = REJECTED
+        self._active.remove(j)
+
     def _close(self, j: int) -> None:
         placed = self._placer.held[j]
         charge = min(self.charge_until[j], self.now) - self.since[j]
@@ -295,6 +301,7 @@ class Simulator:
             device_s=self.device_s[active],
             weight=self._weight[active],
             deadline_s=self._deadline[active],
+            batch=self._batch[active],
             restart_s=self._costs,
         )
 
@@ -310,6 +317,8 @@ class Simulator:
         decision = self.policy.decide(view, jobs, self.now)
         self._check(decision, active, view)
         self._apply(active, decision)
+        for i in decision.rejected:
+            self._reject(int(active[i]))
         self._decision_s.append(time.perf_counter() - began)
         self._num_active.append(len(active))
         self._pending = False

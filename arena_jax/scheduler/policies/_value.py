@@ -22,25 +22,28 @@ class ValueRules:
 
     Attributes:
         shortness: exponent a of the weight (remaining time)^-a: short jobs first, 0 for no preference.
-        long_s, long_weight: jobs of this remaining time weigh 1 + long_weight times as much, less as
-            the square below it: it keeps the longest jobs, which make the 99th percentile, fast.
+        long_s, long_weight, long_power: a job whose projected completion time (age + fastest remaining
+            time) reaches ``long_s`` weighs 1 + ``long_weight`` times as much, below it less as the
+            power: it keeps fast the longest jobs, which make the 99th percentile.
         patience_s: seconds a change has to pay for itself.
         caution: growth of the charge as seen by the policy, per restart a job has had.
         most_restarts: a job that had as many is changed no more, except to its fastest allocation.
         min_run_s: a job is left alone for so long after a start or change.
-        starve_s: waiting this long, relative to the job's fastest time and at least so many seconds,
-            doubles its weight.
+        starve_s: waiting counts from this many seconds plus ``starve_factor`` times the job's fastest
+            time on; from there the weight grows by 1 per such span: the starvation bound.
         urgent: factor on the weight of a job whose deadline leaves little slack.
     """
 
-    shortness: float = 0.4
+    shortness: float = 0.5
     long_s: float = 4e4
-    long_weight: float = 2.0
+    long_weight: float = 3.0
+    long_power: float = 4.0
     patience_s: float = 400.0
     caution: float = 0.1
     most_restarts: int = 28
     min_run_s: float = 0.0
     starve_s: float = 600.0
+    starve_factor: float = 1.5
     urgent: float = 20.0
 
 
@@ -101,9 +104,11 @@ def weights(jobs: Jobs, now: float, fastest: np.ndarray, rules: ValueRules) -> n
     """Weight of each job: user's weight, shortness, length, waiting and deadline."""
     seconds = np.minimum(np.where(np.isfinite(fastest), fastest, 1e9), 1e9) + jobs.restart_s[START]
     weight = jobs.weight * (seconds / 1000.0) ** -rules.shortness
-    weight *= 1.0 + rules.long_weight * np.minimum(1.0, seconds / rules.long_s) ** 2
+    projected = now - jobs.arrival_s + seconds
+    weight *= 1.0 + rules.long_weight * np.minimum(1.0, projected / rules.long_s) ** rules.long_power
     waiting = np.where(jobs.column < 0, now - jobs.arrival_s - jobs.run_s, 0.0)
-    weight *= 1.0 + np.maximum(0.0, waiting) / np.maximum(rules.starve_s, seconds)
+    span = rules.starve_s + rules.starve_factor * seconds
+    weight *= 1.0 + np.maximum(0.0, waiting / span - 1.0)
     if np.isfinite(jobs.deadline_s).any():
         slack = jobs.deadline_s - now - seconds
         tight = (slack >= 0) & (slack < 0.5 * seconds + 300.0)

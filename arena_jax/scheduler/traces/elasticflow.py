@@ -1,0 +1,26 @@
+"""ElasticFlow's and Tiresias' job files: model, iterations and device count by job."""
+
+from arena_jax.scheduler.jobs import JobSpec
+from arena_jax.scheduler.traces.rows import Row, csv_rows, parse_rows
+
+
+def load(text: str, source: str) -> list[JobSpec]:
+    """``job_id,num_gpu,submit_time,iterations,model_name,duration,interval``, with batch_size and deadline if there."""
+    return parse_rows(csv_rows(text), _parse, source)
+
+
+def _parse(row: Row) -> JobSpec:
+    arrival = row.number("submit_time")
+    deadline = None
+    for name in ("deadline", "ddl"):
+        if row.optional(name) is not None:
+            deadline = row.number(name)
+    return JobSpec(
+        id=row.text("job_id"),
+        arrival_s=arrival,
+        num_steps=row.number("iterations", least=1),
+        model=row.text("model_name"),
+        global_batch=row.count("batch_size") if row.optional("batch_size") is not None else None,
+        num_devices=row.count("num_gpu"),
+        deadline_s=deadline,
+    )
