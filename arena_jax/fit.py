@@ -7,8 +7,11 @@ from typing import Any, Literal
 
 import jax
 import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
-from arena_jax.compiler.problem import LossFn, Problem, make_problem
+from arena_jax.compiler import Constraints, Problem, make_problem, plan_problem
+from arena_jax.compiler.problem import LossFn
 from arena_jax.data import as_loader
 from arena_jax.errors import UsageError
 from arena_jax.grid import Allocation, GridShape, Plan, PlanIndex, Precision, SchedulerHook
@@ -160,7 +163,7 @@ def fit(
     program = outcome.program
     assert isinstance(program, Program)
     return FitResult(
-        model=program.model(outcome.state),
+        model=_on_one_mesh(program.model(outcome.state), program),
         optimizer_state=program.optimizer_state(outcome.state),
         step=outcome.step,
         history=outcome.history,
@@ -182,7 +185,7 @@ def plan(
     trainable: Any = None,
     precision: Precision | None = None,
     axis_rules: Mapping[str, str] | None = None,
-    constraints: Any = None,
+    constraints: Constraints | None = None,
     seed: int = 0,
 ) -> PlanIndex:
     """Plan every grid of the allocations in ``on``, on hardware that need not be here.
@@ -193,8 +196,6 @@ def plan(
         constraints: pins and search switches (``arena_jax.compiler.Constraints``).
         model, optimizer, loss_fn, num_microbatches, trainable, precision, axis_rules, seed: see :func:`fit`.
     """
-    from arena_jax.compiler import plan_problem
-
     problem = _problem(
         model, optimizer, loss_fn, batch, precision=precision, trainable=trainable, axis_rules=axis_rules, seed=seed
     )
@@ -239,6 +240,15 @@ def model_leaves(problem: Problem) -> dict[str, LeafType]:
         for leaf in problem.leaves
         if leaf.kind in ("params", "frozen")
     }
+
+
+def _on_one_mesh(model: nnx.Module, program: Program) -> nnx.Module:
+    """Bring a pipeline's stages together, whole on the first stage's devices, so that the model can be called."""
+    if len(program.plan.stages) > 1:
+        first = next(entry for entry in program.layout.entries if entry.slot.stage == 0)
+        whole = NamedSharding(first.sharding.mesh, PartitionSpec())
+        nnx.update(model, jax.device_put(nnx.state(model), whole))
+    return model
 
 
 def _problem(model: Any, optimizer: Any, loss_fn: Any, batch: Any, **options: Any) -> Problem:

@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
 
+from arena_jax.compiler import Analysis, Constraints, Problem, analyse, plan_problem
 from arena_jax.errors import InfeasibleError, UsageError
 from arena_jax.grid import CATALOGUE, Allocation, GridShape, IndexRow, Plan, PlanIndex
+from arena_jax.recipe.schema import PlanSection
+from arena_jax.runtime.program import compile_program
 from arena_jax.runtime.trainer import Compiled, Program
 
 # What is inside jax's `device_kind`, most specific first, and the catalogue's name for it.
@@ -46,45 +50,58 @@ class Planner:
     """Plans and compiles one problem on the devices at hand.
 
     Args:
-        problem: what is trained (``compiler.problem.Problem``).
+        problem: what is trained.
         devices: the devices that plans may use, in the order of their numbers.
-        constraints: pins and search switches, as ``compiler.plan_problem`` takes them.
+        constraints: pins and search switches.
         num_microbatches: pinned number, ``None`` for automatic.
         nonfinite: see ``compile_program``.
     """
 
     def __init__(
         self,
-        problem: Any,
+        problem: Problem,
         *,
         devices: Sequence[jax.Device] | None = None,
-        constraints: Any = None,
+        constraints: Constraints | None = None,
         num_microbatches: int | None = None,
         nonfinite: str = "stop",
     ) -> None:
         self.problem = problem
         self.devices = tuple(jax.devices() if devices is None else devices)
-        self._constraints = constraints
+        self._constraints = constraints or Constraints()
         self._num_microbatches = num_microbatches
         self._nonfinite = nonfinite
 
+    @cached_property
+    def _analysis(self) -> Analysis:
+        return analyse(self.problem)
+
     def search(self, target: GridShape | Allocation) -> PlanIndex:
         """Every grid of the allocation, or the one grid."""
-        from arena_jax.compiler import plan_problem
-
         allocation = target.allocation if isinstance(target, GridShape) else target
         self.check_fits(allocation)
         constraints = self._constraints
         if isinstance(target, GridShape):
-            constraints = _with_stages(constraints, target.num_stages)
+            constraints = replace(constraints, stages=target.num_stages)
         return plan_problem(
-            self.problem, [allocation], constraints=constraints, num_microbatches=self._num_microbatches
+            self.problem,
+            [allocation],
+            constraints=constraints,
+            num_microbatches=self._num_microbatches,
+            analysis=self._analysis,
         )
+
+    def settle(self, num_microbatches: int) -> None:
+        """Stay with the number of microbatches that a run has begun with, where it changes the result.
+
+        Where the trace couples samples, the automatic choice must not follow the devices: a plan for
+        other devices would compute something else.
+        """
+        if self._num_microbatches is None and self._analysis.coupling:
+            self._num_microbatches = num_microbatches
 
     def compile(self, candidate: Candidate, device_numbers: Sequence[int] | None = None) -> Compiled:
         """Compile a plan for the first devices, or for those with the given numbers."""
-        from arena_jax.runtime.program import compile_program
-
         devices = self.devices if device_numbers is None else tuple(self.devices[i] for i in device_numbers)
         self.check_fits(candidate.plan.grid.allocation)
         program: Program = compile_program(self.problem, candidate.plan, devices, nonfinite=self._nonfinite)
@@ -161,19 +178,28 @@ def candidate_rows(index: PlanIndex, chosen: Plan | None) -> list[dict[str, Any]
     return rows
 
 
-def constraints_of(section: Any) -> Any:
+def constraints_of(section: PlanSection) -> Constraints:
     """The pins of a recipe's ``plan`` section as the compiler takes them."""
-    from arena_jax.compiler import Constraints
-
     return Constraints(
         stages=section.stages,
-        dp=section.dp,
-        tp=section.tp,
+        dp=_one(section.dp, "dp"),
+        tp=_one(section.tp, "tp"),
         zero=section.zero,
         remat=section.remat,
         space=section.space,
         engine=section.engine,
     )
+
+
+def _one(sizes: int | list[int] | None, key: str) -> int | None:
+    if not isinstance(sizes, list):
+        return sizes
+    if len(set(sizes)) != 1:
+        raise UsageError(
+            f"plan.{key}={sizes}: the search takes one size for all stages",
+            hint=f"write plan.{key}={sizes[0] if sizes else 1}, or give a plan of your own with --plan",
+        )
+    return sizes[0]
 
 
 def allocation_of(devices: Sequence[jax.Device]) -> Allocation:
@@ -213,9 +239,3 @@ def _how_to_get(allocation: Allocation, have: Allocation) -> str:
             f"before jax is first used; or use a grid of at most {have.num_devices} devices"
         )
     return f"use a grid of at most {have}"
-
-
-def _with_stages(constraints: Any, num_stages: int) -> Any:
-    from arena_jax.compiler import Constraints
-
-    return replace(constraints or Constraints(), stages=num_stages)

@@ -36,6 +36,7 @@ class Plans(Protocol):
 
     def search(self, target: GridShape | Allocation) -> PlanIndex: ...
     def given(self, plan: Plan) -> Candidate: ...
+    def settle(self, num_microbatches: int) -> None: ...
     def compile(self, candidate: Candidate, device_numbers: Sequence[int] | None = None) -> Compiled: ...
     def recompile(self, target: GridShape | Allocation, device_numbers: Sequence[int] | None = None) -> Compiled: ...
 
@@ -130,8 +131,11 @@ def _run(training: Training, journal: Journal, store: CheckpointStore | None, in
         aside = store.set_aside_after(first_step)
         if aside is not None:
             journal.warn(f"going back to step {first_step}: the later checkpoints are now in {str(aside)!r}")
+    if info is not None:
+        training.planner.settle(int(info.plan["num_microbatches"]))
     compiled = training.planner.compile(_choose_plan(training, journal))
     program = compiled.program
+    training.planner.settle(program.plan.num_microbatches)
     journal.plan(program.plan, step=first_step, reason="start" if info is None else "resume", compiled=compiled)
     trainer = Trainer(
         compiled=compiled,

@@ -182,6 +182,10 @@ class ToyPlans:
         plan = one_stage_plan(grid.num_devices)
         return PlanIndex([IndexRow(grid=grid, num_microbatches=1, plan=plan, estimate=estimate)])
 
+    def settle(self, num_microbatches: int) -> None:
+        """There is only one number here."""
+        assert num_microbatches == 1
+
     def given(self, plan: Plan) -> Candidate:
         """As the real one."""
         return Candidate(plan=plan, engine="given")

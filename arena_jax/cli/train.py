@@ -236,7 +236,7 @@ def _say(report: Mapping[str, Any], tracker: "MLflowTracker | None") -> None:
 
 
 def _planner(job: "Job") -> "Planner":
-    from arena_jax.compiler.problem import make_problem
+    from arena_jax.compiler import make_problem
     from arena_jax.planner import Planner, constraints_of
 
     problem = make_problem(

@@ -47,9 +47,12 @@ class Case:
 
     @property
     def run(self) -> Path:
-        """The directory of the only run there."""
-        (run,) = (p.parent for p in (self.folder / "runs").glob("*/run.json"))
-        return run
+        """The directory of the last run: one killed before its first checkpoint began anew in another."""
+        return max(p.parent for p in (self.folder / "runs").glob("*/run.json"))
+
+    def events(self) -> list[dict[str, Any]]:
+        """Everything logged so far, in the order of time."""
+        return [e for log in sorted((self.folder / "runs").glob("*/events.jsonl")) for e in read_events(log)]
 
     def start(self) -> subprocess.Popen[bytes]:
         """The same command every time."""
@@ -91,13 +94,11 @@ class Case:
 
     def steps_done(self) -> int:
         """The largest step in the log so far."""
-        logs = list((self.folder / "runs").glob("*/events.jsonl"))
-        steps = [e["step"] for log in logs for e in read_events(log) if e["kind"] == "step"]
-        return max(steps, default=0)
+        return max((e["step"] for e in self.events() if e["kind"] == "step"), default=0)
 
     def losses(self) -> dict[int, float]:
         """Loss by step; of a step that was done again after a kill, the last."""
-        return {e["step"]: e["loss"] for e in read_events(self.run) if e["kind"] == "step"}
+        return {e["step"]: e["loss"] for e in self.events() if e["kind"] == "step"}
 
     def samples(self) -> list[list[tuple[int, int]]]:
         """Per step the (epoch, sample) pairs that the surviving history trained on.
@@ -108,7 +109,7 @@ class Case:
         draws = self._draws()
         by_step: dict[int, list[tuple[int, int]]] = {}
         pid = 0
-        for event in read_events(self.run):
+        for event in self.events():
             if event["kind"] == "run_start":
                 pid = event["host"]["pid"]
             if event["kind"] == "plan":  # a process killed before it drew anything has no draws
@@ -235,7 +236,7 @@ def show_other_plan(folder: Path, grid: str, other: str, rng: random.Random) -> 
         if kill_once(first, "step", rng) is None:
             raise SystemExit("the run ended before it was killed; give it more steps")
     Case(folder=first.folder, grid=other, steps=steps, float64=True).finish()
-    plans = [e["grid"] for e in read_events(first.run) if e["kind"] == "plan"]
+    plans = [e["grid"] for e in first.events() if e["kind"] == "plan"]
     return {
         "grids": plans,
         "largest_difference": largest_difference(whole.final(), first.final()),
