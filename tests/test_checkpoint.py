@@ -104,9 +104,10 @@ def test_restored_arrays_can_be_donated(store: CheckpointStore) -> None:
     assert leaf.is_deleted()
 
 
-def test_arrays_donated_right_after_save_are_saved_as_they_were(store: CheckpointStore) -> None:
+@pytest.mark.parametrize("spec", [("dp",), ()])
+def test_arrays_donated_right_after_save_are_saved_as_they_were(store: CheckpointStore, spec: tuple[str, ...]) -> None:
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
-    x = step(jax.device_put(np.random.default_rng(0).normal(size=(1024, 1024)), sharding(2, "dp")))
+    x = step(jax.device_put(np.random.default_rng(0).normal(size=(1024, 1024)), sharding(2, *spec)))
     before = np.array(x)
     store.save(1, {"params/x": x}, info_of({"params/x": x}, 1))
     for _ in range(20):

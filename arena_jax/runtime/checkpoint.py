@@ -143,7 +143,9 @@ class CheckpointStore:
                 self.path(step),
                 args=ocp.args.Composite(
                     **{
-                        _ARRAYS: ocp.args.PyTreeSave({k: v for k, v in tree.items() if v.size}),
+                        _ARRAYS: ocp.args.PyTreeSave(
+                            {name: _one_copy(leaf) for name, leaf in tree.items() if leaf.size}
+                        ),
                         _ABOUT: ocp.args.JsonSave(info.to_json()),
                     }
                 ),
@@ -347,6 +349,16 @@ def _damage(checkpoint: Path) -> str | None:
         if there[1] != digest:
             return f"{name} does not hold what was written"
     return None
+
+
+def _one_copy(leaf: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    """One device's copy of what every device holds.
+
+    Orbax would let each replica write a slice: eight devices of one host gain nothing from eight times
+    as many small transfers (0.2 s of a 0.25 s save).
+    """
+    replicated = isinstance(leaf, jax.Array) and leaf.is_fully_replicated and jax.process_count() == 1
+    return leaf.addressable_data(0) if replicated else leaf
 
 
 def _restore_args(leaf: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
