@@ -36,7 +36,7 @@ SMALL: dict[Any, dict[str, Any]] = {
         "image_size": 8,
         "image_channels": 1,
         "num_classes": 10,
-        "blocks": (3, 3),
+        "blocks": (1, 3),
         "base_channels": 4,
         "large_stem": False,
     },
