@@ -56,12 +56,8 @@ def best_stages(
     Returns:
         The objective in seconds and the stages in order, or ``None`` when nothing fits.
     """
-    choices = submesh_choices(grid.allocation)
-    if grid.num_stages == 1:
-        choices = (Submesh(grid.allocation.num_nodes, grid.allocation.devices_per_node),)
-    tables = {
-        (k, submesh): costs(k, submesh) for k in range(1, grid.num_stages + 1) for submesh in choices
-    }
+    choices = stage_submeshes(grid)
+    tables = {(k, submesh): costs(k, submesh) for k in range(1, grid.num_stages + 1) for submesh in choices}
     finite = [t.seconds[np.isfinite(t.seconds)] for t in tables.values()]
     times = np.unique(np.concatenate(finite)) if finite else np.array([])
     if times.size == 0:
@@ -76,13 +72,43 @@ def best_stages(
         if found is None:
             continue
         total, stages = found
-        slowest = max(
-            tables[grid.num_stages - i, s.submesh].seconds[s.first, s.last] for i, s in enumerate(stages)
-        )
+        slowest = max(tables[grid.num_stages - i, s.submesh].seconds[s.first, s.last] for i, s in enumerate(stages))
         objective = total + (num_microbatches - 1) * float(slowest)
         if best is None or objective < best[0]:
             best = objective, stages
     return best
+
+
+def least_memory(grid: GridShape, num_layers: int, needs: Callable[[int, Submesh], np.ndarray]) -> float:
+    """Bytes of the fullest device under the cut that needs fewest, however slow it is.
+
+    Args:
+        needs: (stages from the end, counting this one; submesh) -> ``[first, last]`` fewest bytes a
+            device needs for that run of layers; infinite where nothing runs it.
+
+    Returns:
+        Infinity where no cut runs at all.
+    """
+    devices = grid.num_devices
+    least = np.full((num_layers + 1, devices + 1), np.inf)
+    least[num_layers, 0] = 0.0
+    for k in range(1, grid.num_stages + 1):
+        fewest = np.full_like(least, np.inf)
+        for submesh in stage_submeshes(grid):
+            n = submesh.num_devices
+            if n > devices:
+                continue
+            fullest = np.maximum(needs(k, submesh)[:, :, None], least[None, 1:, : devices + 1 - n])
+            fewest[:num_layers, n:] = np.minimum(fewest[:num_layers, n:], fullest.min(axis=1))
+        least = fewest
+    return float(least[0, devices])
+
+
+def stage_submeshes(grid: GridShape) -> tuple[Submesh, ...]:
+    """The submeshes a stage may take; one stage takes the whole allocation."""
+    if grid.num_stages == 1:
+        return (Submesh(grid.allocation.num_nodes, grid.allocation.devices_per_node),)
+    return submesh_choices(grid.allocation)
 
 
 def _within(

@@ -1,18 +1,22 @@
 """Plan a problem: the best plan of every grid of some allocations."""
 
+import hashlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+import arena_jax.grid as grid_package
 from arena_jax.compiler.cost import Hardware, hardware_of, transfer_s
 from arena_jax.compiler.coupling import couples_samples
 from arena_jax.compiler.flops import jaxpr_flops
 from arena_jax.compiler.graph import Graph, build_graph
-from arena_jax.compiler.inter import Costs, StageChoice, best_stages
+from arena_jax.compiler.inter import Costs, StageChoice, best_stages, least_memory
 from arena_jax.compiler.layers import Layers, find_layers
 from arena_jax.compiler.problem import PARAMS, Problem
 from arena_jax.compiler.propagate import Axes
@@ -41,8 +45,6 @@ from arena_jax.grid import (
 
 MAX_STAGES = 8
 MAX_MICROBATCHES = 32
-# Part of every job key: raised when the search or the cost model changes what it answers.
-SEARCH_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +96,9 @@ class Analysis:
         return self.works[dp, tp]
 
 
-def analyse(problem: Problem) -> Analysis:
-    """Trace the whole global batch as one microbatch and find its layers."""
-    trace = trace_loss(problem, 1)
+def analyse(problem: Problem, trace: Trace | None = None) -> Analysis:
+    """Trace the whole global batch as one microbatch (unless ``trace`` is that) and find its layers."""
+    trace = trace or trace_loss(problem, 1)
     graph = build_graph(trace)
     return Analysis(
         problem=problem,
@@ -110,7 +112,7 @@ def analyse(problem: Problem) -> Analysis:
 
 def plan_problem(
     problem: Problem,
-    allocations: Iterable[Allocation],
+    targets: Iterable[Allocation | GridShape],
     *,
     constraints: Constraints | None = None,
     num_microbatches: int | None = None,
@@ -120,6 +122,7 @@ def plan_problem(
     """Plan every grid of the allocations.
 
     Args:
+        targets: allocations, each at every number of stages, and single grids.
         num_microbatches: pinned number; ``None`` chooses one per grid where nothing couples samples,
             and otherwise one for all allocations.
 
@@ -131,11 +134,10 @@ def plan_problem(
     """
     started = time.perf_counter()
     constraints = constraints or Constraints()
-    allocations = list(allocations)
-    _check(problem, constraints, num_microbatches)
+    check_pins(problem, constraints, num_microbatches)
     analysis = analysis or analyse(problem)
     choices = _microbatch_choices(problem, num_microbatches)
-    grids = [(grid, hardware_of(a, catalogue)) for a in allocations for grid in _grids(a, constraints)]
+    grids = [(grid, hardware_of(grid.allocation, catalogue)) for grid in grids_of_targets(targets, constraints)]
     rows = {
         (grid, m): _plan_grid(analysis, grid, hardware, constraints, m) for grid, hardware in grids for m in choices
     }
@@ -144,28 +146,75 @@ def plan_problem(
         picked = [rows[grid, chosen] for grid, _ in grids]
     else:
         picked = [_fastest([rows[grid, m] for m in choices]) for grid, _ in grids]
-    key = job_key(analysis, constraints, num_microbatches)
-    return PlanIndex(picked, key=key, search_s=time.perf_counter() - started)
+    key = job_key(
+        problem,
+        analysis.trace,
+        [grid for grid, _ in grids],
+        constraints=constraints,
+        num_microbatches=num_microbatches,
+        coupled=bool(analysis.coupling),
+        catalogue=catalogue,
+    )
+    return PlanIndex(picked, key=key, search_s=time.perf_counter() - started, num_programs_solved=len(rows))
 
 
-def job_key(analysis: Analysis, constraints: Constraints, num_microbatches: int | None) -> JobKey:
-    """Everything a row depends on besides grid and number of microbatches."""
-    problem = analysis.problem
+def job_key(
+    problem: Problem,
+    trace: Trace,
+    grids: Sequence[GridShape],
+    *,
+    constraints: Constraints,
+    num_microbatches: int | None,
+    coupled: bool,
+    catalogue: Catalogue = CATALOGUE,
+    name: str = "",
+) -> JobKey:
+    """Everything a row depends on besides grid and number of microbatches.
+
+    Args:
+        grids: what is planned together. Of their device types the key holds the catalogue rows, for
+            ``cpu`` as measured here. Where one number of microbatches has to serve all of them
+            (``coupled`` and ``num_microbatches`` open), a row depends on the others, and they are in
+            the key too.
+        name: what people call the model; by default its fingerprint.
+    """
+    pins = {k: v for k, v in asdict(constraints).items() if k != "stages"}  # a row is of one grid anyway
+    types = {grid.allocation.device_type for grid in grids}
     return JobKey(
         {
-            "model": analysis.trace.fingerprint,
+            "model": name or trace.fingerprint,
+            "model_fingerprint": trace.fingerprint,
             "global_batch": problem.global_batch,
             "optimizer": [str(x.dtype) + str(x.shape) for x in jax.tree.leaves(problem.optimizer_struct)],
             "precision": asdict(problem.precision),
-            "constraints": asdict(constraints),
+            "constraints": pins,
             "num_microbatches": num_microbatches,
-            "search": SEARCH_VERSION,
+            "together": sorted(map(str, grids)) if coupled and num_microbatches is None else [],
+            "devices": {t: _facts(hardware_of(Allocation(t, 1, 1), catalogue)) for t in sorted(types)},
+            "search": _source_digest(),
             "jax": jax.__version__,
         }
     )
 
 
-def _check(problem: Problem, constraints: Constraints, num_microbatches: int | None) -> None:
+def _facts(hardware: Hardware) -> dict[str, Any]:
+    """What a plan can depend on of a device type, its usable memory included."""
+    facts = asdict(hardware.device) | {"usable_bytes": hardware.usable_bytes}
+    return {k: v for k, v in facts.items() if k not in ("name", "price_per_hour", "source")}
+
+
+@cache
+def _source_digest() -> str:
+    """Hash of the source that answers, so that no change of search or cost model serves an old answer."""
+    folders = Path(__file__).parent, Path(grid_package.__file__).parent
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(path for folder in folders for path in folder.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def check_pins(problem: Problem, constraints: Constraints, num_microbatches: int | None) -> None:
+    """Raise :class:`UsageError` for pins that no grid can satisfy."""
     if constraints.engine != "highs":
         raise UsageError(
             f"engine {constraints.engine!r} is not available in this release", hint="use plan.engine=highs"
@@ -186,24 +235,39 @@ def _microbatch_choices(problem: Problem, pinned: int | None) -> list[int]:
     return [m for m in (1, 2, 4, 8, 16, 32) if batch % m == 0 and m <= min(batch, MAX_MICROBATCHES)]
 
 
-def _grids(allocation: Allocation, constraints: Constraints) -> list[GridShape]:
-    if constraints.stages is None:
-        return list(grids_of(allocation, MAX_STAGES))
-    grid = GridShape(allocation, constraints.stages)
-    if constraints.stages > allocation.num_devices or not tilings(grid):
-        raise UsageError(
-            f"{allocation} cannot be cut into {constraints.stages} stages",
-            hint=f"use one of {', '.join(str(g.num_stages) for g in grids_of(allocation, MAX_STAGES))} stages",
-        )
-    return [grid]
+def grids_of_targets(targets: Iterable[Allocation | GridShape], constraints: Constraints) -> list[GridShape]:
+    """The grids meant, each once.
+
+    Raises:
+        UsageError: a number of stages that the allocation cannot be cut into.
+    """
+    grids: dict[GridShape, None] = {}
+    for target in targets:
+        if isinstance(target, Allocation):
+            if constraints.stages is None:
+                grids.update(dict.fromkeys(grids_of(target, MAX_STAGES)))
+                continue
+            target = GridShape(target, constraints.stages)
+        if target.num_stages > target.num_devices or not tilings(target):
+            possible = ", ".join(str(g.num_stages) for g in grids_of(target.allocation, MAX_STAGES))
+            raise UsageError(
+                f"{target.allocation} cannot be cut into {target.num_stages} stages",
+                hint=f"use one of {possible} stages",
+            )
+        grids[target] = None
+    return list(grids)
 
 
 def _fastest(rows: Sequence[IndexRow]) -> IndexRow:
     feasible = [row for row in rows if row.feasible]
-    return min(feasible, key=lambda row: row.step_time_s or 0.0) if feasible else rows[0]
+    if feasible:
+        return min(feasible, key=lambda row: row.step_time_s or 0.0)
+    return min(rows, key=lambda row: row.least_memory_bytes or float("inf"))
 
 
-def _common_microbatches(rows: dict[tuple[GridShape, int], IndexRow], grids: Sequence[GridShape], choices: Sequence[int]) -> int:
+def _common_microbatches(
+    rows: dict[tuple[GridShape, int], IndexRow], grids: Sequence[GridShape], choices: Sequence[int]
+) -> int:
     """One number for all allocations: most allocations served, then least geometric mean of step times."""
 
     def quality(m: int) -> tuple[int, float]:
@@ -223,7 +287,7 @@ def _common_microbatches(rows: dict[tuple[GridShape, int], IndexRow], grids: Seq
 def _plan_grid(
     analysis: Analysis, grid: GridShape, hardware: Hardware, constraints: Constraints, num_microbatches: int
 ) -> IndexRow:
-    problem, layers = analysis.problem, analysis.layers
+    layers = analysis.layers
     if grid.num_stages > layers.num_layers:
         return _row(grid, num_microbatches, f"the model has {layers.num_layers} layers to cut, fewer than stages")
     search = _GridSearch(analysis, grid, hardware, constraints, num_microbatches)
@@ -231,15 +295,22 @@ def _plan_grid(
         return _row(grid, num_microbatches, search.why_no_mesh())
     found = best_stages(grid, layers.num_layers, num_microbatches, search.costs, search.boundary_s())
     if found is None:
-        return _row(grid, num_microbatches, search.why_nothing_fits())
+        return search.nothing_fits()
     _, stages = found
     plan = _make_plan(analysis, grid, num_microbatches, [(s, search.options[s.submesh][s.option]) for s in stages])
     estimate = search.estimate(stages)
     return IndexRow(grid=grid, num_microbatches=num_microbatches, plan=plan, estimate=estimate)
 
 
-def _row(grid: GridShape, num_microbatches: int, reason: str) -> IndexRow:
-    return IndexRow(grid=grid, num_microbatches=num_microbatches, plan=None, estimate=None, reason=reason)
+def _row(grid: GridShape, num_microbatches: int, reason: str, least_memory_bytes: int | None = None) -> IndexRow:
+    return IndexRow(
+        grid=grid,
+        num_microbatches=num_microbatches,
+        plan=None,
+        estimate=None,
+        reason=reason,
+        least_memory_bytes=least_memory_bytes,
+    )
 
 
 class _GridSearch:
@@ -254,7 +325,7 @@ class _GridSearch:
         self._constraints = constraints
         self._m = num_microbatches
         self.options: dict[Submesh, list[tuple[MeshCost, Option]]] = {}
-        self._least_memory: float | None = None
+        self._needs: dict[tuple[int, Submesh], np.ndarray] = {}
 
     @property
     def _rows(self) -> int:
@@ -286,18 +357,17 @@ class _GridSearch:
         option = np.zeros((count, count), int)
         below = np.tri(count, k=-1, dtype=bool)
         in_flight = min(stages_left, self._m)
+        needs = np.full((count, count), np.inf)
         for i, (mesh, choice) in enumerate(options):
             compute, communication, once = mesh.step_parts(self._m, choice)
             memory = mesh.memory(self._m, in_flight, choice)
-            if not below.all():
-                least = float(memory[~below].min())
-                whole = float(memory[0, -1]) if self._grid.num_stages == 1 else least
-                self._least_memory = whole if self._least_memory is None else min(whole, self._least_memory)
+            needs = np.minimum(needs, np.where(below, np.inf, memory))
             # Once-a-step work is spread over the microbatches, so that one number ranks stages.
             total = compute + communication + once / self._m
             total = np.where((memory <= self._hardware.usable_bytes) & ~below, total, np.inf)
             better = total < seconds
             seconds[better], option[better] = total[better], i
+        self._needs[stages_left, submesh] = needs
         return Costs(seconds=seconds, option=option)
 
     def _options(self, submesh: Submesh) -> list[tuple[MeshCost, Option]]:
@@ -338,15 +408,20 @@ class _GridSearch:
         """Issuing the programs of one more stage; on virtual CPU devices nothing hides it."""
         return self._hardware.dispatch_s * (self._m if self._hardware.device.platform == "cpu" else 1)
 
-    def why_nothing_fits(self) -> str:
+    def nothing_fits(self) -> IndexRow:
+        """The row of a grid on which nothing fits, with the bytes of the cut that needs fewest."""
         usable = self._hardware.usable_bytes
-        least = self._least_memory
-        if least is None or least <= usable:
-            return "no cut of the layers fits the memory of every stage"
-        return f"needs {_gib(least)} a device, {_gib(usable)} are usable: {_gib(least - usable)} too much"
+        least = least_memory(self._grid, self._analysis.layers.num_layers, lambda *at: self._needs[at])
+        if not usable < least < np.inf:
+            return _row(self._grid, self._m, "no cut of the layers fits the memory of every stage")
+        reason = f"needs {_gib(least)} a device, {_gib(usable)} are usable: {_gib(least - usable)} too much"
+        return _row(self._grid, self._m, reason, least_memory_bytes=int(least))
 
     def estimate(self, stages: Sequence[StageChoice]) -> Estimate:
-        computes, communications, onces, memories = [], [], [], []
+        computes: list[float] = []
+        communications: list[float] = []
+        onces: list[float] = []
+        memories: list[int] = []
         for i, s in enumerate(stages):
             mesh, option = self.options[s.submesh][s.option]
             compute, communication, once = mesh.step_parts(self._m, option)
@@ -385,7 +460,10 @@ class _GridSearch:
 
 
 def _make_plan(
-    analysis: Analysis, grid: GridShape, num_microbatches: int, stages: Sequence[tuple[StageChoice, tuple[MeshCost, Option]]]
+    analysis: Analysis,
+    grid: GridShape,
+    num_microbatches: int,
+    stages: Sequence[tuple[StageChoice, tuple[MeshCost, Option]]],
 ) -> Plan:
     problem = analysis.problem
     return Plan(

@@ -58,7 +58,10 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexRow:
-    """The best plan of one grid at one number of microbatches, or why none fits."""
+    """The best plan of one grid at one number of microbatches, or why none fits.
+
+    ``least_memory_bytes`` is what the fullest device would need at least, where memory is why.
+    """
 
     grid: GridShape
     num_microbatches: int
@@ -68,6 +71,7 @@ class IndexRow:
     engine: str = "highs"
     profiles: tuple[str, ...] = ()
     measured_step_time_s: float | None = None
+    least_memory_bytes: int | None = None
 
     @property
     def feasible(self) -> bool:
@@ -101,10 +105,18 @@ class JobKey:
 class PlanIndex:
     """The rows of one job. What a scheduler reads, and what ``arena_jax.plan`` returns."""
 
-    def __init__(self, rows: Iterable[IndexRow], *, key: JobKey | None = None, search_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        rows: Iterable[IndexRow],
+        *,
+        key: JobKey | None = None,
+        search_s: float = 0.0,
+        num_programs_solved: int = 0,
+    ) -> None:
         self._rows = {(row.grid, row.num_microbatches): row for row in rows}
         self.key = key
         self.search_s = search_s
+        self.num_programs_solved = num_programs_solved
 
     def __iter__(self) -> Iterator[IndexRow]:
         return iter(self._rows.values())
@@ -140,9 +152,7 @@ class PlanIndex:
     def with_measured(self, grid: GridShape, num_microbatches: int, step_time_s: float) -> "PlanIndex":
         """Return an index in which one row carries a measured step time."""
         rows = dict(self._rows)
-        rows[grid, num_microbatches] = replace(
-            rows[grid, num_microbatches], measured_step_time_s=step_time_s
-        )
+        rows[grid, num_microbatches] = replace(rows[grid, num_microbatches], measured_step_time_s=step_time_s)
         return PlanIndex(rows.values(), key=self.key, search_s=self.search_s)
 
     def save(self, path: str | Path) -> None:
@@ -166,8 +176,7 @@ class PlanStore:
     def put(self, key: JobKey, rows: Iterable[IndexRow]) -> None:
         """Insert or replace rows; either all are stored or none."""
         values = [
-            (key.digest, str(row.grid), row.num_microbatches, json.dumps(row_to_json(row)), time.time())
-            for row in rows
+            (key.digest, str(row.grid), row.num_microbatches, json.dumps(row_to_json(row)), time.time()) for row in rows
         ]
         with self._connect() as db:
             db.execute(
@@ -246,6 +255,7 @@ def row_to_json(row: IndexRow) -> dict[str, Any]:
         "engine": row.engine,
         "profiles": list(row.profiles),
         "measured_step_time_s": row.measured_step_time_s,
+        "least_memory_bytes": row.least_memory_bytes,
     }
 
 
@@ -264,6 +274,7 @@ def row_from_json(data: Mapping[str, Any]) -> IndexRow:
         engine=data["engine"],
         profiles=tuple(data["profiles"]),
         measured_step_time_s=data["measured_step_time_s"],
+        least_memory_bytes=data.get("least_memory_bytes"),
     )
 
 

@@ -1,0 +1,121 @@
+"""Plans served from a store where it holds them, searched and stored where it does not."""
+
+import time
+from collections.abc import Iterable, Sequence
+
+from arena_jax.compiler.coupling import couples_samples
+from arena_jax.compiler.problem import Problem
+from arena_jax.compiler.search import (
+    Analysis,
+    Constraints,
+    analyse,
+    check_pins,
+    grids_of_targets,
+    job_key,
+    plan_problem,
+)
+from arena_jax.compiler.trace import trace_loss
+from arena_jax.grid import CATALOGUE, Allocation, Catalogue, GridShape, IndexRow, JobKey, PlanIndex, PlanStore
+
+
+class StoredSearch:
+    """Plans one problem again and again; what a store holds is not searched.
+
+    The trace is always taken, for its fingerprint is part of the key. Layers and shardings are found
+    when something has to be searched, once.
+
+    Args:
+        problem: what is trained.
+        store: where rows are kept; ``None`` searches every time.
+        name: what people call the model, for who reads the store.
+    """
+
+    def __init__(
+        self, problem: Problem, store: PlanStore | None, *, name: str = "", catalogue: Catalogue = CATALOGUE
+    ) -> None:
+        self.problem = problem
+        self._store = store
+        self._name = name
+        self._catalogue = catalogue
+        self._trace = trace_loss(problem, 1)
+        self._analysis: Analysis | None = None
+        self._coupled: bool | None = None
+
+    @property
+    def analysis(self) -> Analysis:
+        """Layers and shardings, found on first use."""
+        if self._analysis is None:
+            self._analysis = analyse(self.problem, self._trace)
+        return self._analysis
+
+    @property
+    def coupled(self) -> bool:
+        """Whether the loss couples samples of a batch."""
+        if self._coupled is None:
+            self._coupled = bool(couples_samples(self._trace))
+        return self._coupled
+
+    def plan(
+        self,
+        targets: Iterable[Allocation | GridShape],
+        *,
+        constraints: Constraints | None = None,
+        num_microbatches: int | None = None,
+    ) -> PlanIndex:
+        """As :func:`~arena_jax.compiler.search.plan_problem`; ``num_programs_solved`` counts what was searched now."""
+        started = time.perf_counter()
+        constraints = constraints or Constraints()
+        check_pins(self.problem, constraints, num_microbatches)
+        grids = grids_of_targets(targets, constraints)
+        # Where one number of microbatches serves all grids, no grid can be planned without the others.
+        together = num_microbatches is None and self.coupled
+        known: dict[GridShape, IndexRow] = {}
+        if self._store is not None:
+            for group in [grids] if together else _by_type(grids):
+                key = self._key(group, constraints, num_microbatches)
+                known |= {row.grid: row for row in self._store.index(key) if row.grid in group}
+        missing = [grid for grid in grids if grid not in known]
+        num_solved = 0
+        if missing:
+            found = plan_problem(
+                self.problem,
+                grids if together else missing,
+                constraints=constraints,
+                num_microbatches=num_microbatches,
+                catalogue=self._catalogue,
+                analysis=self.analysis,
+            )
+            num_solved = found.num_programs_solved
+            known |= {row.grid: row for row in found}
+            if self._store is not None:
+                for group in [grids] if together else _by_type(missing):
+                    self._store.put(
+                        self._key(group, constraints, num_microbatches),
+                        [known[grid] for grid in group],
+                    )
+        return PlanIndex(
+            [known[grid] for grid in grids],
+            key=self._key(grids, constraints, num_microbatches),
+            search_s=time.perf_counter() - started,
+            num_programs_solved=num_solved,
+        )
+
+    def _key(self, grids: Sequence[GridShape], constraints: Constraints, num_microbatches: int | None) -> JobKey:
+        return job_key(
+            self.problem,
+            self._trace,
+            grids,
+            constraints=constraints,
+            num_microbatches=num_microbatches,
+            coupled=num_microbatches is None and self.coupled,
+            catalogue=self._catalogue,
+            name=self._name,
+        )
+
+
+def _by_type(grids: Sequence[GridShape]) -> list[list[GridShape]]:
+    """Rows of one device type share a key, so that another type's new facts leave them alone."""
+    groups: dict[str, list[GridShape]] = {}
+    for grid in grids:
+        groups.setdefault(grid.allocation.device_type, []).append(grid)
+    return list(groups.values())
