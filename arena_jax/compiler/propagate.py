@@ -20,6 +20,8 @@ Axes = tuple[str | None, ...]
 
 # Values whose layout is worth fixing for XLA: results of real work, and joins of two streams.
 _CONSTRAINED = HEAVY | {"gather"}
+# Computed inside whatever reads them, so that their results never reach memory.
+_FREE = frozenset({"broadcast_in_dim", "iota"})
 _JOINS = frozenset({"add", "add_any", "sub", "mul", "select_n", "concatenate"})
 
 
@@ -232,7 +234,7 @@ class Propagator:
         if name in ELEMENTWISE:
             # XLA fuses chains of these: about one write in three reaches memory.
             work.moved_bytes += out_bytes / 3
-        else:
+        elif name not in _FREE:
             work.moved_bytes += out_bytes
         if name in HEAVY or name in ("exp", "tanh", "logistic", "mul", "div", "rsqrt", "integer_pow", "max", "select_n", "erf"):
             work.saved_bytes += out_bytes
