@@ -18,13 +18,13 @@ from arena_jax.grid import Allocation, GridShape, Plan, PlanIndex, Precision, Sc
 from arena_jax.planner import Planner, allocation_of, choose
 from arena_jax.runtime.checkpoint import CheckpointOptions
 from arena_jax.runtime.checkpoint_info import LeafType
+from arena_jax.runtime.contract import LoopOptions, StopReason, Swap
 from arena_jax.runtime.feed import Feed
 from arena_jax.runtime.hooks import parse_target
 from arena_jax.runtime.journal import Callback
 from arena_jax.runtime.metrics import StepRecord
 from arena_jax.runtime.program import Program
 from arena_jax.runtime.rundir import Resume, RunDirectory, check_resume, new_path, open_run
-from arena_jax.runtime.trainer import LoopOptions, StopReason, Swap
 from arena_jax.tracking import Tracker
 from arena_jax.training import Training, run_training
 

@@ -11,8 +11,8 @@ from arena_jax.compiler import Analysis, Constraints, Problem, analyse, plan_pro
 from arena_jax.errors import InfeasibleError, UsageError
 from arena_jax.grid import CATALOGUE, Allocation, GridShape, IndexRow, Plan, PlanIndex
 from arena_jax.recipe.schema import PlanSection
+from arena_jax.runtime.contract import Compiled, Program
 from arena_jax.runtime.program import compile_program
-from arena_jax.runtime.trainer import Compiled, Program
 
 # What is inside jax's `device_kind`, most specific first, and the catalogue's name for it.
 _KINDS = {

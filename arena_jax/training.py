@@ -22,10 +22,11 @@ from arena_jax.grid import Allocation, GridShape, Plan, PlanIndex, SchedulerHook
 from arena_jax.planner import Candidate, candidate_rows, choose
 from arena_jax.runtime.checkpoint import CheckpointStore, leaf_types
 from arena_jax.runtime.checkpoint_info import CheckpointInfo, LeafType, check_leaves
+from arena_jax.runtime.contract import Compiled, LoopOptions, Outcome, Program
 from arena_jax.runtime.feed import Feed
 from arena_jax.runtime.journal import Callback, Journal
 from arena_jax.runtime.rundir import RunDirectory
-from arena_jax.runtime.trainer import Compiled, LoopOptions, Outcome, Program, Trainer
+from arena_jax.runtime.trainer import Trainer
 from arena_jax.tracking import Sink, Tracker
 
 _REPORTED_PACKAGES = ("arena-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")

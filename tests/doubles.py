@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from arena_jax.compiler.problem import path_name
 from arena_jax.grid import Allocation, Estimate, GridShape, IndexRow, Plan, PlanIndex, StagePlan, Submesh
 from arena_jax.planner import Candidate, choose
-from arena_jax.runtime.trainer import Compiled
+from arena_jax.runtime.contract import Compiled
 
 BATCH = 8
 WIDTH = 6

@@ -17,10 +17,11 @@ from arena_jax.events import EventLog, read_events
 from arena_jax.grid import Allocation, GridShape, Pause, Request, StepReport, Stop
 from arena_jax.runtime.checkpoint import CheckpointStore, leaf_types
 from arena_jax.runtime.checkpoint_info import CheckpointInfo
+from arena_jax.runtime.contract import Compiled, LoopOptions, Outcome, Program
 from arena_jax.runtime.feed import Feed
 from arena_jax.runtime.hooks import ScriptedHook
 from arena_jax.runtime.journal import Journal
-from arena_jax.runtime.trainer import Compiled, LoopOptions, Outcome, Program, Trainer
+from arena_jax.runtime.trainer import Trainer
 from tests.doubles import BATCH, JitProgram, ToyLoader, one_stage_plan
 
 

@@ -19,9 +19,9 @@ from arena_jax.errors import (
 from arena_jax.events import read_events
 from arena_jax.grid import Allocation, GridShape
 from arena_jax.runtime.checkpoint import CheckpointStore
+from arena_jax.runtime.contract import LoopOptions
 from arena_jax.runtime.feed import Feed
 from arena_jax.runtime.rundir import RunDirectory, find_run, open_run
-from arena_jax.runtime.trainer import LoopOptions
 from arena_jax.training import Trained, Training, run_training
 from tests.doubles import BATCH, ToyLoader, ToyPlans
 

@@ -127,8 +127,8 @@ def _train(
 ) -> tuple[int, dict[str, Any]]:
     from arena_jax.cli.progress import Progress
     from arena_jax.fit import model_leaves
+    from arena_jax.runtime.contract import LoopOptions
     from arena_jax.runtime.feed import Feed
-    from arena_jax.runtime.trainer import LoopOptions
     from arena_jax.training import Training, run_training
 
     recipe = job.recipe

@@ -9,7 +9,7 @@ from arena_jax.events import EventLog
 from arena_jax.grid import Plan
 
 if TYPE_CHECKING:
-    from arena_jax.runtime.trainer import Compiled
+    from arena_jax.runtime.contract import Compiled
 
 Callback = Callable[[dict[str, Any]], Any]
 

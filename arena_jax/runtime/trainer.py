@@ -6,116 +6,25 @@ to be finite. All ``step`` numbers count completed steps.
 """
 
 import signal
-import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
 
 import jax
 
 from arena_jax.errors import ArenaError, NonFiniteLossError
-from arena_jax.grid import Allocation, GridShape, Pause, Plan, Request, SchedulerHook, StepReport, Stop
+from arena_jax.grid import Allocation, GridShape, Pause, Request, SchedulerHook, Stop
 from arena_jax.runtime.checkpoint import CheckpointStore, Saved
 from arena_jax.runtime.checkpoint_info import CheckpointInfo
+from arena_jax.runtime.contract import Compiled, LoopOptions, Outcome, Program, Recompile, StopReason, Swap
 from arena_jax.runtime.feed import Feed
 from arena_jax.runtime.journal import Journal
 from arena_jax.runtime.metrics import EvalMean, InFlight, StepRecord, is_bad, num_rows
+from arena_jax.runtime.scheduler_line import SchedulerLine
 from arena_jax.runtime.signals import StopSignals
 
-StopReason = Literal["done", "data_ended", "interrupted", "terminated", "stopped"]
-
 _PAUSE_POLL_S = 0.2
-
-
-class Program(Protocol):
-    """A compiled plan, as the loop uses it. Steps are dispatched, not waited for."""
-
-    @property
-    def plan(self) -> Plan: ...
-    def init(self, rngs: Any = None) -> Any: ...
-    def step(self, state: Any, batch: Any) -> tuple[Any, Mapping[str, Any]]: ...
-    def eval_step(self, state: Any, batch: Any) -> Mapping[str, Any]: ...
-    def save_tree(self, state: Any) -> dict[str, Any]: ...
-    def abstract_tree(self) -> dict[str, jax.ShapeDtypeStruct]: ...
-    def load_tree(self, tree: dict[str, Any]) -> Any: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compiled:
-    """A program and what was predicted of it."""
-
-    program: Program
-    estimated_step_time_s: float | None = None
-    engine: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Swap:
-    """A change of plan after ``step`` completed steps.
-
-    Attributes:
-        source, target: the grids.
-        background_s: seconds of planning and compiling.
-        stall_s: seconds during which no step ran because of the swap.
-    """
-
-    step: int
-    source: GridShape
-    target: GridShape
-    reason: str
-    background_s: float
-    stall_s: float
-
-    def to_json(self) -> dict[str, Any]:
-        """As the event log and ``train --json`` write it."""
-        return {
-            "step": self.step,
-            "from": str(self.source),
-            "to": str(self.target),
-            "reason": self.reason,
-            "background_s": self.background_s,
-            "stall_s": self.stall_s,
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopOptions:
-    """How long to train, and what to do on the way.
-
-    Attributes:
-        num_steps: completed steps at which the run is done, those before a resume included.
-        items_per_step: how many ``item_unit`` one step trains on, for the rate.
-        eval_every, checkpoint_every: steps between; 0 never.
-        nonfinite: ``stop`` at a NaN or infinite loss, or ``skip``, which the program does itself.
-        report_every_s: seconds between reports to the scheduler.
-    """
-
-    num_steps: int
-    items_per_step: float
-    item_unit: str = "samples"
-    samples_per_step: int = 1
-    eval_every: int = 0
-    checkpoint_every: int = 0
-    nonfinite: Literal["stop", "skip"] = "stop"
-    report_every_s: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a loop ended. ``history`` has one record per step it ran."""
-
-    state: Any
-    program: Program
-    estimated_step_time_s: float | None
-    step: int
-    stop_reason: StopReason
-    history: tuple[StepRecord, ...]
-    swaps: tuple[Swap, ...]
-
-
-Recompile = Callable[[GridShape | Allocation, Sequence[int] | None], Compiled]
-"""Plan and compile for a target, on the given device numbers or the first ones."""
 
 
 class Trainer:
@@ -155,7 +64,7 @@ class Trainer:
         self._describe = describe
         self._store = store
         self._eval_data = eval_data
-        self._hook = hook
+        self._scheduler = SchedulerLine(hook, options, journal)
         self._recompile = recompile
         self._leave = leave
         self._state: Any = None
@@ -163,10 +72,6 @@ class Trainer:
         self._inflight = InFlight()
         self._history: list[StepRecord] = []
         self._swaps: list[Swap] = []
-        self._reported_at_s = 0.0
-        self._reported_steps = 0
-        self._refused: tuple[str, ...] = ()
-        self._request_id: str | None = None
 
     def run(self, state: Any, *, first_step: int = 0) -> Outcome:
         """Train from ``state``, which has ``first_step`` completed steps and is used up.
@@ -249,7 +154,7 @@ class Trainer:
             )
             if is_bad(record):
                 self._on_nonfinite(record)
-        if self._hook is not None and time.monotonic() - self._reported_at_s >= options.report_every_s:
+        if self._scheduler.due:
             self._report("running")
 
     def _drain(self) -> None:
@@ -315,10 +220,9 @@ class Trainer:
 
     def _obey(self, signals: StopSignals) -> StopReason | None:
         """Ask the hook what is wanted at this boundary, and do it."""
-        request = self._poll()
+        request = self._scheduler.poll(self._step)
         if request is None:
             return None
-        self._request_id = request.id
         if isinstance(request.target, Stop):
             return "stopped"
         if isinstance(request.target, Pause):
@@ -326,16 +230,6 @@ class Trainer:
         self._drain()
         self._swap(request)
         return None
-
-    def _poll(self) -> Request | None:
-        if self._hook is None:
-            return None
-        try:
-            wanted = self._hook.poll(self._step)
-        except Exception as error:
-            self._journal.warn(f"the scheduler hook failed: {type(error).__name__}: {error}", once=True)
-            return None
-        return Request(target=wanted) if isinstance(wanted, GridShape | Allocation) else wanted
 
     def _swap(self, request: Request) -> None:
         """Go on under the plan of another grid, with the same state, at this step boundary."""
@@ -360,7 +254,7 @@ class Trainer:
             return self._recompile(target, request.devices)
         except ArenaError as error:
             message = f"cannot go to {target}: {error.message}"
-            self._refused = (*self._refused, message)
+            self._scheduler.refuse(message)
             self._journal.warn(message)
             self._report("running")
             self._inflight.restart_clock()
@@ -400,14 +294,13 @@ class Trainer:
         compiled: Compiled | None = self._compiled
         while True:
             time.sleep(_PAUSE_POLL_S)
-            request = self._poll()
+            request = self._scheduler.poll(self._step)
             stopping = signals.received is not None or (request is not None and isinstance(request.target, Stop))
             if stopping:  # the state comes back, so that the caller still gets a model
                 self._state = self._compiled.program.load_tree(tree)
                 return None if signals.received is not None else "stopped"
             if request is None or isinstance(request.target, Pause):
                 continue
-            self._request_id = request.id
             prepared_s = time.perf_counter()
             if request.target != source:
                 compiled = self._prepare(request)
@@ -421,29 +314,7 @@ class Trainer:
             return None
 
     def _report(self, state: str) -> None:
-        if self._hook is None:
-            return
-        recent = self._history[self._reported_steps :] or self._history[-1:]
-        step_time_s = statistics.fmean(r.step_time_s for r in recent) if recent else 0.0
-        plan = self._compiled.program.plan
-        report = StepReport(
-            step=self._step,
-            num_steps=self._options.num_steps,
-            loss=recent[-1].loss if recent else None,
-            step_time_s=step_time_s,
-            estimated_step_time_s=self._compiled.estimated_step_time_s,
-            samples_per_s=self._options.samples_per_step / step_time_s if step_time_s else 0.0,
-            plan_id=plan.plan_id,
-            grid=plan.grid,
-            state=state,
-            request_id=self._request_id,
-            errors=self._refused,
-        )
-        self._reported_at_s, self._reported_steps, self._refused = time.monotonic(), len(self._history), ()
-        try:
-            self._hook.report(report)
-        except Exception as error:
-            self._journal.warn(f"the scheduler hook failed: {type(error).__name__}: {error}", once=True)
+        self._scheduler.report(state, self._step, self._history, self._compiled)
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,0 +1,102 @@
+"""What the training loop is given and what it gives back."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import jax
+
+from arena_jax.grid import Allocation, GridShape, Plan
+from arena_jax.runtime.metrics import StepRecord
+
+StopReason = Literal["done", "data_ended", "interrupted", "terminated", "stopped"]
+
+
+class Program(Protocol):
+    """A compiled plan, as the loop uses it. Steps are dispatched, not waited for."""
+
+    @property
+    def plan(self) -> Plan: ...
+    def init(self, rngs: Any = None) -> Any: ...
+    def step(self, state: Any, batch: Any) -> tuple[Any, Mapping[str, Any]]: ...
+    def eval_step(self, state: Any, batch: Any) -> Mapping[str, Any]: ...
+    def save_tree(self, state: Any) -> dict[str, Any]: ...
+    def abstract_tree(self) -> dict[str, jax.ShapeDtypeStruct]: ...
+    def load_tree(self, tree: dict[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A program and what was predicted of it."""
+
+    program: Program
+    estimated_step_time_s: float | None = None
+    engine: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swap:
+    """A change of plan after ``step`` completed steps.
+
+    Attributes:
+        source, target: the grids.
+        background_s: seconds of planning and compiling.
+        stall_s: seconds during which no step ran because of the swap.
+    """
+
+    step: int
+    source: GridShape
+    target: GridShape
+    reason: str
+    background_s: float
+    stall_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As the event log and ``train --json`` write it."""
+        return {
+            "step": self.step,
+            "from": str(self.source),
+            "to": str(self.target),
+            "reason": self.reason,
+            "background_s": self.background_s,
+            "stall_s": self.stall_s,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """How long to train, and what to do on the way.
+
+    Attributes:
+        num_steps: completed steps at which the run is done, those before a resume included.
+        items_per_step: how many ``item_unit`` one step trains on, for the rate.
+        eval_every, checkpoint_every: steps between; 0 never.
+        nonfinite: ``stop`` at a NaN or infinite loss, or ``skip``, which the program does itself.
+        report_every_s: seconds between reports to the scheduler.
+    """
+
+    num_steps: int
+    items_per_step: float
+    item_unit: str = "samples"
+    samples_per_step: int = 1
+    eval_every: int = 0
+    checkpoint_every: int = 0
+    nonfinite: Literal["stop", "skip"] = "stop"
+    report_every_s: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a loop ended. ``history`` has one record per step it ran."""
+
+    state: Any
+    program: Program
+    estimated_step_time_s: float | None
+    step: int
+    stop_reason: StopReason
+    history: tuple[StepRecord, ...]
+    swaps: tuple[Swap, ...]
+
+
+Recompile = Callable[[GridShape | Allocation, Sequence[int] | None], Compiled]
+"""Plan and compile for a target, on the given device numbers or the first ones."""
