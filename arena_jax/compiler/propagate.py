@@ -76,6 +76,7 @@ class Propagator:
         self._sizes = {DP: dp, TP: tp}
         self._axes = [axis for axis, size in self._sizes.items() if size > 1]
         self._rules: dict[int, Rule | None] = {}
+        self._memo: dict[Any, tuple[list[Axes], Work, dict[str, Axes]]] = {}
         self.specs: dict[str, Axes] = {}
         self.unknown: dict[str, None] = {}
 
@@ -89,12 +90,13 @@ class Propagator:
         """
         works = []
         for key, eqn in equations:
-            work = Work()
             inputs = [self._read(a, env) for a in eqn.invars]
             is_param = [not isinstance(a, _compat.Literal) and a in params for a in eqn.invars]
-            results = self._eqn(key, eqn, inputs, is_param, work)
+            results, work = self._eqn_once(key, eqn, inputs, is_param)
             env.update(zip(eqn.outvars, results, strict=True))
-            if any(is_param) and all(p or isinstance(a, _compat.Literal) for p, a in zip(is_param, eqn.invars, strict=True)):
+            if any(is_param) and all(
+                p or isinstance(a, _compat.Literal) for p, a in zip(is_param, eqn.invars, strict=True)
+            ):
                 params.update(eqn.outvars)
             works.append(work)
         return works
@@ -110,6 +112,20 @@ class Propagator:
     def _read(self, atom: Any, env: dict[Any, Axes]) -> Axes:
         rank = len(getattr(atom.aval, "shape", ()))
         return (None,) * rank if isinstance(atom, _compat.Literal) else env.get(atom, (None,) * rank)
+
+    def _eqn_once(self, key: str, eqn: Any, inputs: list[Axes], is_param: list[bool]) -> tuple[list[Axes], Work]:
+        """Results and work of an equation. A search runs the same program many times over with few specs
+        changed, so what an equation did to the same operands is remembered."""
+        at = key, id(eqn), tuple(inputs), tuple(is_param)
+        if at not in self._memo:
+            outer, self.specs = self.specs, {}
+            work = Work()
+            results = self._eqn(key, eqn, list(inputs), is_param, work)
+            self._memo[at] = results, work, self.specs
+            self.specs = outer
+        results, work, specs = self._memo[at]
+        self.specs.update(specs)
+        return results, work
 
     def _eqn(self, key: str, eqn: Any, inputs: list[Axes], is_param: list[bool], work: Work) -> list[Axes]:
         name = eqn.primitive.name
@@ -140,7 +156,7 @@ class Propagator:
 
     def _scan(self, key: str, eqn: Any, inputs: list[Axes], is_param: list[bool], work: Work) -> list[Axes]:
         jaxpr, _ = _compat.inner_jaxpr(eqn)
-        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        num_consts, num_carry = _compat.scan_sizes(eqn)
         stacked = num_consts + num_carry
         inner = [axes if i < stacked else axes[1:] for i, axes in enumerate(inputs)]
         part = Work()
@@ -163,7 +179,9 @@ class Propagator:
         work.num_ops += 1
         return [(None,) * len(getattr(v.aval, "shape", ())) for v in eqn.outvars]
 
-    def _by_rule(self, key: str, eqn: Any, rule: Rule, inputs: list[Axes], is_param: list[bool], work: Work) -> list[Axes]:
+    def _by_rule(
+        self, key: str, eqn: Any, rule: Rule, inputs: list[Axes], is_param: list[bool], work: Work
+    ) -> list[Axes]:
         chosen: dict[str, int] = {}
         for axis in self._axes:
             factor = self._vote(axis, eqn, rule, inputs, set(chosen.values()))
@@ -236,7 +254,18 @@ class Propagator:
             work.moved_bytes += out_bytes / 3
         elif name not in _FREE:
             work.moved_bytes += out_bytes
-        if name in HEAVY or name in ("exp", "tanh", "logistic", "mul", "div", "rsqrt", "integer_pow", "max", "select_n", "erf"):
+        if name in HEAVY or name in (
+            "exp",
+            "tanh",
+            "logistic",
+            "mul",
+            "div",
+            "rsqrt",
+            "integer_pow",
+            "max",
+            "select_n",
+            "erf",
+        ):
             work.saved_bytes += out_bytes
 
 

@@ -436,14 +436,14 @@ class _GridSearch:
         bubbles = (self._m - 1) * times[slowest]
         boundary = self.boundary_s()
         boundaries = float(sum(boundary[s.first] for s in stages[1:]))
-        once = max(onces)
-        step_time_s = sum(times) + bubbles + boundaries + once
+        once_s = max(onces)
+        step_time_s = sum(times) + bubbles + boundaries + once_s
         rounds = self._m - 1
         breakdown = {
             "compute_s": sum(computes) + rounds * computes[slowest],
             "communication_s": sum(communications) + rounds * communications[slowest],
             "boundary_s": boundaries,
-            "gradients_and_update_s": once,
+            "gradients_and_update_s": once_s,
         }
         return Estimate(
             step_time_s=step_time_s,
