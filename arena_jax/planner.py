@@ -102,14 +102,20 @@ class Planner:
 
     def compile(self, candidate: Candidate, device_numbers: Sequence[int] | None = None) -> Compiled:
         """Compile a plan for the first devices, or for those with the given numbers."""
-        devices = self.devices if device_numbers is None else tuple(self.devices[i] for i in device_numbers)
         self.check_fits(candidate.plan.grid.allocation)
+        devices = self.devices if device_numbers is None else self._numbered(device_numbers)
         program: Program = compile_program(self.problem, candidate.plan, devices, nonfinite=self._nonfinite)
         return Compiled(
             program=program,
             estimated_step_time_s=candidate.estimated_step_time_s,
             engine=candidate.engine,
         )
+
+    def _numbered(self, numbers: Sequence[int]) -> tuple[jax.Device, ...]:
+        unknown = [i for i in numbers if not 0 <= i < len(self.devices)]
+        if unknown:
+            raise UsageError(f"there is no device {unknown[0]}", hint=f"devices are 0 to {len(self.devices) - 1}")
+        return tuple(self.devices[i] for i in numbers)
 
     def given(self, plan: Plan) -> Candidate:
         """A plan that was not searched here."""

@@ -106,12 +106,18 @@ def run_training(training: Training) -> Trained:
         ArenaError: what was refused, or a loss that is not finite. The event log says so too.
     """
     run = training.run
-    store = None if run is None else CheckpointStore(run.checkpoints, keep=training.keep)
-    if store is not None and training.options.checkpoint_every:
-        store.prepare()
+    if run is None:
+        return _train_and_tell(training, None)
+    with CheckpointStore(run.checkpoints, keep=training.keep) as store:
+        if training.options.checkpoint_every:
+            store.prepare()
+        return _train_and_tell(training, store)
+
+
+def _train_and_tell(training: Training, store: CheckpointStore | None) -> Trained:
     info = _resume_info(training, store)
     first_step = 0 if info is None else info.step
-    run_id = "" if run is None else run.run_id
+    run_id = "" if training.run is None else training.run.run_id
     with _journal(training) as journal:
         journal.emit("run_start", run_id=run_id, name=training.name, **_facts(training))
         try:
@@ -120,8 +126,6 @@ def run_training(training: Training) -> Trained:
             journal.emit("run_end", step=first_step, stop_reason=_reason(error), message=_message(error))
             raise
         journal.emit("run_end", step=outcome.step, stop_reason=outcome.stop_reason, message="")
-    if store is not None:
-        store.close()
     return Trained(outcome=outcome, run_id=run_id, first_step=first_step)
 
 
@@ -220,7 +224,6 @@ def _model_of(path: Path, program: Program) -> dict[str, Any]:
     for name in [n for n in wanted if n.startswith("state/") and saved.get(n) != types[n]]:
         del wanted[name]
     restored = store.restore_some(step, {source[name]: leaf for name, leaf in wanted.items()})
-    store.close()
     return {name: restored[source[name]] for name in wanted}
 
 

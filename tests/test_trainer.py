@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from arena_jax.errors import DataError, InfeasibleError, NonFiniteLossError
@@ -190,6 +192,22 @@ def test_a_nan_stops_at_its_step_and_no_later_state_is_saved(tmp_path: Path) -> 
     assert caught.value.step == 5
     assert "2, 4" in caught.value.hint
     assert bench.store.steps() == [2, 4]
+
+
+def test_a_checkpoint_spoilt_by_an_overflowing_gradient_is_set_aside(tmp_path: Path) -> None:
+    """The update of step 4 makes NaN parameters while its loss is finite; step 5 shows it."""
+
+    def spoil(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return jax.tree.map(lambda u: jnp.where(state == 3, jnp.nan, u), updates), state + 1
+
+    overflowing = optax.GradientTransformation(lambda params: jnp.int32(0), spoil)
+    program = JitProgram(one_stage_plan(), optimizer=optax.chain(optax.adam(1e-2), overflowing))
+    bench = Bench(tmp_path, steps=10, every=2, program=program)
+    with pytest.raises(NonFiniteLossError, match="step 5") as caught:
+        bench.run()
+    assert bench.store.steps() == [2]
+    assert caught.value.hint.endswith("of steps 2")
+    assert any("set aside" in e["message"] for e in bench.of("warning"))
 
 
 def test_a_nan_can_be_skipped(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -169,16 +171,31 @@ class CheckpointStore:
         pending, self._pending = self._pending, None
         return [] if pending is None else [pending.result()]
 
-    def close(self) -> list[Saved]:
-        """Wait for the save under way, delete all but the newest ``keep``, and return its end."""
-        done = self.wait()
+    def close(self) -> None:
+        """Wait for the save under way, and delete all but the newest ``keep``."""
+        self.wait()
         self._prune(self._keep)
+        self._release()
+
+    def __enter__(self) -> "CheckpointStore":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; after an error delete nothing, and after Ctrl-C wait for nothing."""
+        if kind is None:
+            self.close()
+        elif not issubclass(kind, KeyboardInterrupt):
+            self.wait()
+            self._release()
+
+    def _release(self) -> None:
         if self._checkpointer is not None:
             self._checkpointer.close()
             self._checkpointer = None
         self._watcher.shutdown()
         logging.getLogger("absl").removeFilter(self._quiet)
-        return done
 
     def read_info(self, step: int) -> CheckpointInfo:
         """Read what a checkpoint says of itself; raise :class:`CheckpointError` when it is damaged."""
@@ -240,6 +257,23 @@ class CheckpointStore:
             raise CheckpointError(f"{where} cannot be read: {_one_line(error)}", hint=self._before(step)) from error
         return {name: _own(restored.pop(name)) if leaf.size else _empty(leaf) for name, leaf in wanted.items()}
 
+    def set_aside_if_spoilt(self, step: int) -> bool:
+        """Move a checkpoint out of the way when a parameter in it is NaN or infinite; return whether it was.
+
+        A gradient that overflows leaves the loss of its own step finite, and so may have been saved.
+        """
+        types = self.read_info(step).leaves
+        wanted = {
+            name: jax.ShapeDtypeStruct(shape, np.dtype(dtype))
+            for name, (dtype, shape) in types.items()
+            if name.startswith("params/")
+        }
+        leaves = self.restore_some(step, wanted).values()
+        if all(np.isfinite(np.asarray(leaf, np.float64)).all() for leaf in leaves if leaf.dtype.kind in "fV"):
+            return False
+        self._set_aside([step])
+        return True
+
     def set_aside_after(self, step: int) -> Path | None:
         """Move checkpoints later than ``step`` out of the way, into a directory that is returned.
 
@@ -249,10 +283,13 @@ class CheckpointStore:
         later = [s for s in self.steps() if s > step]
         if not later:
             return None
-        aside = self.directory / f"set-aside-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"
+        return self._set_aside(later)
+
+    def _set_aside(self, steps: Sequence[int]) -> Path:
+        aside = self.directory / f"set-aside-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
         aside.mkdir()
-        for s in later:
-            self.path(s).rename(aside / str(s))
+        for step in steps:
+            self.path(step).rename(aside / str(step))
         return aside
 
     def _seal(self) -> None:

@@ -167,14 +167,20 @@ class Trainer:
         if self._options.nonfinite == "skip":
             self._journal.warn(f"{what}; its update was skipped")
             return
-        saved: list[int] = []
-        if self._store is not None:
-            self._log_saves(self._store.wait())
-            saved = self._store.steps()
         hint = "lower the learning rate, clip the gradient, or set nonfinite to 'skip'"
-        if saved:
-            hint += f"; checkpoints of steps {', '.join(map(str, saved))} are kept, all before it"
-        raise NonFiniteLossError(what, step=record.step, hint=hint)
+        raise NonFiniteLossError(what, step=record.step, hint=hint + self._good_checkpoints())
+
+    def _good_checkpoints(self) -> str:
+        """Leave only checkpoints that training can go on from, and say which they are."""
+        if self._store is None:
+            return ""
+        self._log_saves(self._store.wait())
+        # Those before the newest are proven: a finite loss was computed from them.
+        for newest in self._store.steps()[-1:]:
+            if self._store.set_aside_if_spoilt(newest):
+                self._journal.warn(f"the checkpoint of step {newest} holds NaN or infinite parameters; it is set aside")
+        steps = self._store.steps()
+        return f"; good checkpoints: of steps {', '.join(map(str, steps))}" if steps else ""
 
     def _evaluate(self) -> None:
         if self._eval_data is None:
@@ -252,8 +258,9 @@ class Trainer:
             return None
         try:
             return self._recompile(target, request.devices)
-        except ArenaError as error:
-            message = f"cannot go to {target}: {error.message}"
+        except Exception as error:  # whatever fails here, the plan that runs is still good
+            why = error.message if isinstance(error, ArenaError) else f"{type(error).__name__}: {error}"
+            message = f"cannot go to {target}: {why}"
             self._scheduler.refuse(message)
             self._journal.warn(message)
             self._report("running")
