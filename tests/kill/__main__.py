@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,14 @@ class Case:
         """The largest step in the log so far."""
         return max((e["step"] for e in self.events() if e["kind"] == "step"), default=0)
 
+    def unfinished(self) -> set[tuple[str, int]]:
+        """The checkpoints being written, as (path, inode)."""
+        found = set()
+        for path in (self.folder / "runs").glob("*/checkpoints/*.orbax-checkpoint-tmp*"):
+            with suppress(FileNotFoundError):  # finished meanwhile
+                found.add((str(path), path.stat().st_ino))
+        return found
+
     def losses(self) -> dict[int, float]:
         """Loss by step; of a step that was done again after a kill, the last."""
         return {e["step"]: e["loss"] for e in self.events() if e["kind"] == "step"}
@@ -146,6 +155,7 @@ class Case:
 
 def kill_once(case: Case, moment: str, rng: random.Random) -> str | None:
     """Start the training and kill it at a moment of the given kind; ``None`` when it ended before."""
+    stale = case.unfinished()  # of the victim before; swept when training begins
     process = case.start()
     before = case.steps_done()
     deadline = time.monotonic() + 600
@@ -163,7 +173,7 @@ def kill_once(case: Case, moment: str, rng: random.Random) -> str | None:
             raise SystemExit(f"a victim did nothing for ten minutes:\n{case.tail()}")
         if give_up_after is not None and time.monotonic() - began > give_up_after:
             break
-        saving = any((case.folder / "runs").glob("*/checkpoints/*.orbax-checkpoint-tmp*"))
+        saving = case.unfinished() - stale
         done = case.steps_done()
         if moment == "saving" and saving and done > before:
             time.sleep(rng.uniform(0, 0.03))
@@ -177,8 +187,7 @@ def kill_once(case: Case, moment: str, rng: random.Random) -> str | None:
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    unfinished = any((case.folder / "runs").glob("*/checkpoints/*.orbax-checkpoint-tmp*"))
-    return "saving" if unfinished else hit
+    return "saving" if case.unfinished() - stale else hit
 
 
 def largest_difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
