@@ -33,7 +33,12 @@ def isolated_bound_s(workload: Workload, start_charge_s: float) -> float:
 
 
 def interval_bound_s(
-    workload: Workload, start_charge_s: float, *, num_intervals: int = 64, num_thetas: int = 3, method: str = "highs-ipm"
+    workload: Workload,
+    start_charge_s: float,
+    *,
+    num_intervals: int = 64,
+    num_thetas: int = 3,
+    method: str = "highs-ipm",
 ) -> float:
     """The optimum of the interval program over the number of jobs, in seconds.
 

@@ -98,14 +98,18 @@ class Cluster:
         for i, table in enumerate(tables.get("nodes", ())):
             for key in table:
                 if key not in ("type", "count", "devices"):
-                    raise UsageError(f"{source}: nodes[{i}]: unknown key {key!r}{nearest(key, ('type', 'count', 'devices'))}")
+                    raise UsageError(
+                        f"{source}: nodes[{i}]: unknown key {key!r}{nearest(key, ('type', 'count', 'devices'))}"
+                    )
             if "type" not in table:
                 raise UsageError(f"{source}: nodes[{i}] has no 'type'")
             name = catalogue.canonical(table["type"])
             count, devices = table.get("count", 1), table.get("devices", catalogue[name].devices_per_node)
             for key, value, least in (("count", count, 0), ("devices", devices, 1)):
                 if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                    raise UsageError(f"{source}: nodes[{i}].{key} must be a whole number of at least {least}, got {value!r}")
+                    raise UsageError(
+                        f"{source}: nodes[{i}].{key} must be a whole number of at least {least}, got {value!r}"
+                    )
             merged[name, devices] = merged.get((name, devices), 0) + count
         groups = (NodeGroup(device_type=n, num_nodes=c, devices_per_node=d) for (n, d), c in merged.items() if c)
         return cls(tuple(groups), catalogue)
@@ -142,7 +146,9 @@ class Columns:
     def usage(self, chosen: np.ndarray) -> np.ndarray:
         """Devices in use per type when ``chosen`` holds one column (or -1) per job."""
         held = chosen[chosen >= 0]
-        return np.bincount(self.type_of[held], weights=self.num_devices[held], minlength=len(self.types)).astype(np.int64)
+        return np.bincount(self.type_of[held], weights=self.num_devices[held], minlength=len(self.types)).astype(
+            np.int64
+        )
 
 
 def _fits(cluster: Cluster, allocation: Allocation) -> bool:

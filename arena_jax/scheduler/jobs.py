@@ -130,10 +130,14 @@ class Workload:
         for row, job in enumerate(ordered):
             step_s[row, ~_allowed(job, cluster, columns)] = np.inf
             if not np.isfinite(step_s[row]).any():
-                faults.append(f"job {job.id!r} ({job.model}, batch {job.global_batch}) {_why(job, table[kind[row]], columns)}")
+                faults.append(
+                    f"job {job.id!r} ({job.model}, batch {job.global_batch}) {_why(job, table[kind[row]], columns)}"
+                )
         if faults:
             raise UsageError(f"{len(faults)} jobs fit nowhere on this cluster\n  " + "\n  ".join(faults))
-        request = np.array([_request(job, cluster, columns, step_s[row]) for row, job in enumerate(ordered)], dtype=np.int64)
+        request = np.array(
+            [_request(job, cluster, columns, step_s[row]) for row, job in enumerate(ordered)], dtype=np.int64
+        )
         return cls(cluster, columns, tuple(ordered), step_s, request, kind)
 
 

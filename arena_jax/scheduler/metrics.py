@@ -96,7 +96,9 @@ def finish_time_fairness(result: Result) -> np.ndarray:
         return np.empty(0)
     arrival, finish = workload.arrival_s, np.where(np.isnan(result.finish_s), result.end_s, result.finish_s)
     marks = np.unique(np.concatenate([arrival, finish]))
-    active = np.searchsorted(np.sort(arrival), marks, side="right") - np.searchsorted(np.sort(finish), marks, side="right")
+    active = np.searchsorted(np.sort(arrival), marks, side="right") - np.searchsorted(
+        np.sort(finish), marks, side="right"
+    )
     area = np.concatenate([[0.0], np.cumsum(active[:-1] * np.diff(marks))])
     length = np.maximum(finish - arrival, 1e-9)
     n = np.maximum((np.interp(finish, marks, area) - np.interp(arrival, marks, area)) / length, 1.0)

@@ -91,7 +91,9 @@ class ProfileSet:
             known = {name for name, _ in self._profiles}
             if model in known:
                 batches = sorted(str(batch) for name, batch in self._profiles if name == model)
-                raise UsageError(f"no profile of {model!r} at batch {global_batch}", hint=f"batches: {', '.join(batches)}")
+                raise UsageError(
+                    f"no profile of {model!r} at batch {global_batch}", hint=f"batches: {', '.join(batches)}"
+                )
             raise UsageError(f"no profile of model {model!r}{nearest(model, known)}")
         return found
 

@@ -40,7 +40,9 @@ def _moved(job: JobSpec, arrival_s: float) -> JobSpec:
     return replace(job, arrival_s=arrival_s, deadline_s=deadline)
 
 
-def with_deadlines(workload: Workload, seed: int, *, share: float = 0.3, slack: tuple[float, float] = (1.5, 4.0)) -> list[JobSpec]:
+def with_deadlines(
+    workload: Workload, seed: int, *, share: float = 0.3, slack: tuple[float, float] = (1.5, 4.0)
+) -> list[JobSpec]:
     """Give ``share`` of the jobs a deadline of arrival + U(slack) x isolated time, the rest none."""
     rng = np.random.default_rng([seed, 1])
     chosen = rng.random(len(workload.jobs)) < share

@@ -175,7 +175,9 @@ class Simulator:
             )
         self._advance(at)
         self._apply_events()
-        if self._active and (self._pending or self.now >= self._wake - _SAME_TIME_S) and self._on_boundary():
+        if not self._active:
+            self._pending, self._wake = False, math.inf
+        elif (self._pending or self.now >= self._wake - _SAME_TIME_S) and self._on_boundary():
             self._decide()
         return True
 
@@ -274,7 +276,15 @@ class Simulator:
         placed = self._placer.held[j]
         charge = min(self.charge_until[j], self.now) - self.since[j]
         self.segments.append(
-            Segment(j, float(self.since[j]), self.now, int(self.column[j]), placed.nodes, CAUSES[self.cause[j]], float(charge))
+            Segment(
+                j,
+                float(self.since[j]),
+                self.now,
+                int(self.column[j]),
+                placed.nodes,
+                CAUSES[self.cause[j]],
+                float(charge),
+            )
         )
 
     # -- decisions -------------------------------------------------------------------------------
@@ -328,7 +338,9 @@ class Simulator:
         chosen = decision.column
         assert len(chosen) == len(active), f"{self.policy.name} answered for {len(chosen)} of {len(active)} jobs"
         held = chosen >= 0
-        assert np.isfinite(self.workload.step_s[active[held], chosen[held]]).all(), f"{self.policy.name}: infeasible column"
+        assert np.isfinite(self.workload.step_s[active[held], chosen[held]]).all(), (
+            f"{self.policy.name}: infeasible column"
+        )
         used = self.workload.columns.usage(chosen)
         assert (used <= view.capacity).all(), f"{self.policy.name} uses {used} of {view.capacity} devices"
 
@@ -368,8 +380,17 @@ class Simulator:
 
     def _start(self, j: int, old: int, new: int, *, migrated: bool) -> None:
         columns = self.workload.columns
-        cause = MIGRATE if migrated else cause_of(
-            old, new, columns.type_of, columns.num_devices, started=bool(self.started[j]), failed=bool(self.failed[j])
+        cause = (
+            MIGRATE
+            if migrated
+            else cause_of(
+                old,
+                new,
+                columns.type_of,
+                columns.num_devices,
+                started=bool(self.started[j]),
+                failed=bool(self.failed[j]),
+            )
         )
         slow = 1.0 if self.settings.straggle is None else self.settings.straggle(j, int(self.num_runs[j]))
         self.column[j], self.state[j], self.cause[j] = new, RUNNING, cause

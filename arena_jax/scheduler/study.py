@@ -71,7 +71,11 @@ class Scenario:
             start = float(workload.arrival_s.min())
             events = tuple(
                 node_failures(
-                    self.cluster, self.seed, per_day=self.failures_per_day, start_s=start, length_s=self.failure_length_s
+                    self.cluster,
+                    self.seed,
+                    per_day=self.failures_per_day,
+                    start_s=start,
+                    length_s=self.failure_length_s,
                 )
             )
         return Settings(
@@ -102,9 +106,7 @@ def simulate(scenario: Scenario, policy: str, progress: Callable[[int, int], Non
     return result
 
 
-def simulate_all(
-    cases: Sequence[tuple[Scenario, str]], *, workers: int = 0
-) -> Iterator[tuple[int, Result]]:
+def simulate_all(cases: Sequence[tuple[Scenario, str]], *, workers: int = 0) -> Iterator[tuple[int, Result]]:
     """Yield (position, result) as simulations end; in this process with one worker or one case."""
     if workers < 0:
         raise UsageError(f"the number of workers must be at least 0, got {workers}")

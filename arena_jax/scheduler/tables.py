@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from arena_jax.errors import UsageError
-from arena_jax.grid import CATALOGUE, Allocation, Catalogue, PlanStore
+from arena_jax.grid import CATALOGUE, Catalogue, PlanStore
 from arena_jax.scheduler.cluster import Cluster
 from arena_jax.scheduler.profiles import IndexProfile, LayeredProfile, Profile, ProfileSet, TableProfile
 
@@ -45,7 +45,9 @@ def load_artifact(path: str | Path, cluster: Cluster) -> ProfileSet:
         reader = csv.DictReader(file)
         missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
         if missing:
-            raise UsageError(f"{str(path)!r} lacks the columns {', '.join(missing)}", hint=f"expected {','.join(_COLUMNS)}")
+            raise UsageError(
+                f"{str(path)!r} lacks the columns {', '.join(missing)}", hint=f"expected {','.join(_COLUMNS)}"
+            )
         faults = []
         for row in reader:
             try:

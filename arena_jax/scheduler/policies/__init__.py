@@ -54,7 +54,8 @@ def make_policy(name: str) -> tuple[Policy, float]:
         return POLICIES[base](), 0.0
     if form != "paper" or base not in PAPER_FORMS:
         raise UsageError(
-            f"policy {name!r} has no such form", hint=f"with @paper: {', '.join(PAPER_FORMS)}; all others decide at events"
+            f"policy {name!r} has no such form",
+            hint=f"with @paper: {', '.join(PAPER_FORMS)}; all others decide at events",
         )
     make, round_s = PAPER_FORMS[base]
     return make(), round_s

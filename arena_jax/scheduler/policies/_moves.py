@@ -79,7 +79,9 @@ class Moves:
             now = self.value[self._rows, self.column]
             own = self.devices[self.column]
             own_type = self.types[self.column]
-            room = self.free[self.types[:-1]][None, :] + np.where(own_type[:, None] == self.types[None, :-1], own[:, None], 0)
+            room = self.free[self.types[:-1]][None, :] + np.where(
+                own_type[:, None] == self.types[None, :-1], own[:, None], 0
+            )
             gain = np.where(self.devices[None, :-1] <= room, self.value[:, :-1] - now[:, None], -np.inf)
             best = gain.argmax(axis=1)
             top = gain[self._rows, best]
@@ -138,7 +140,9 @@ class Moves:
         if own != self.none and self.types[own] != k:
             room[self.types[own]] += self.devices[own]
         same = self.types == k
-        possible = np.where(same[None, :], self.devices[None, :] < has[:, None], (self.devices <= room[self.types])[None, :])
+        possible = np.where(
+            same[None, :], self.devices[None, :] < has[:, None], (self.devices <= room[self.types])[None, :]
+        )
         loss = np.where(possible, worth[:, None] - self.value[pool], np.inf)
         freed = has[:, None] - np.where(same, self.devices, 0)[None, :]
         per_device = loss / np.minimum(np.maximum(freed, 1), short)

@@ -44,7 +44,9 @@ def update(
     return prices
 
 
-def _demand(value: np.ndarray, rent: np.ndarray, type_of: np.ndarray, devices: np.ndarray, num_types: int) -> np.ndarray:
+def _demand(
+    value: np.ndarray, rent: np.ndarray, type_of: np.ndarray, devices: np.ndarray, num_types: int
+) -> np.ndarray:
     best = np.zeros(value.shape[1])
     wanted = np.full(value.shape[1], -1)
     for c in range(len(rent)):

@@ -32,7 +32,9 @@ class Arena:
 
     name = "arena"
 
-    def __init__(self, *, objective: str = "time", resize: bool = True, rules: ValueRules | None = None, **constants: Any) -> None:
+    def __init__(
+        self, *, objective: str = "time", resize: bool = True, rules: ValueRules | None = None, **constants: Any
+    ) -> None:
         if objective not in OBJECTIVES:
             raise UsageError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}")
         self.objective, self.resize = objective, resize

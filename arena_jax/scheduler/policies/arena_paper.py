@@ -200,7 +200,9 @@ class _State:
             fits = self.devices[None, :] <= self.free[self.types][None, :] + own
             same_type = self.types[held][:, None] == self.types[None, :]
             same_count = self.devices[held][:, None] == self.devices[None, :]
-            doubled = (2 * self.devices[held][:, None] == self.devices[None, :]) & (self.devices[None, :] <= _MOST_DEVICES)
+            doubled = (2 * self.devices[held][:, None] == self.devices[None, :]) & (
+                self.devices[None, :] <= _MOST_DEVICES
+            )
             offered = fits & ((same_count & ~same_type) | (doubled & same_type)) & (self.samples > 0)
             gain = np.where(offered, self.samples - now[:, None], -np.inf)
             if not gain.size or gain.max() <= _GAIN:

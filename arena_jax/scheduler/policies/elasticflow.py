@@ -86,7 +86,9 @@ class ElasticFlow:
 
     # -- minimum satisfactory shares ---------------------------------------------------------------
 
-    def _admit(self, view: View, jobs: Jobs, ladders: list[dict[int, _Ladder]], now: float) -> dict[int, tuple[int, int]]:
+    def _admit(
+        self, view: View, jobs: Jobs, ladders: list[dict[int, _Ladder]], now: float
+    ) -> dict[int, tuple[int, int]]:
         """Admit new jobs that fit with all admitted ones; return job -> (type, rung now, -1 for none)."""
         keys = jobs.key.tolist()
         hard = [i for i in range(len(jobs)) if np.isfinite(jobs.deadline_s[i])]

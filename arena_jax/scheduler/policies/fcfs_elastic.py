@@ -31,7 +31,9 @@ class FcfsElastic(Stateless):
         for i in waiting:
             for c in self._smallest(jobs.step_s[i], open_[i], types, devices, free):
                 k = types[c]
-                if not blocked[k] and (devices[c] <= free[k] or self._shrink(k, int(devices[c]), chosen, open_, view, free)):
+                if not blocked[k] and (
+                    devices[c] <= free[k] or self._shrink(k, int(devices[c]), chosen, open_, view, free)
+                ):
                     chosen[i] = c
                     free[k] -= devices[c]
                     break
@@ -47,7 +49,9 @@ class FcfsElastic(Stateless):
         step_s: np.ndarray, open_: np.ndarray, types: np.ndarray, devices: np.ndarray, free: np.ndarray
     ) -> list[int]:
         """The smallest allocation of each type: those that fit first, fastest first."""
-        least = [int(c[np.argmin(devices[c])]) for k in np.unique(types) if len(c := np.flatnonzero(open_ & (types == k)))]
+        least = [
+            int(c[np.argmin(devices[c])]) for k in np.unique(types) if len(c := np.flatnonzero(open_ & (types == k)))
+        ]
         return sorted(least, key=lambda c: (devices[c] > free[types[c]], step_s[c]))
 
     def _shrink(self, k: int, need: int, chosen: np.ndarray, open_: np.ndarray, view: View, free: np.ndarray) -> bool:

@@ -131,7 +131,9 @@ class Gavel:
             # Among max-min optima prefer the one that also uses what is left.
             cost[:-1], cost[-1] = -1e-4 * (rate / rate.max(axis=1, keepdims=True))[job, k] / num_jobs, -1.0
         bound = np.concatenate(limit)
-        matrix = coo_array((np.concatenate(values), (np.concatenate(rows), np.concatenate(cols))), shape=(len(bound), len(cost)))
+        matrix = coo_array(
+            (np.concatenate(values), (np.concatenate(rows), np.concatenate(cols))), shape=(len(bound), len(cost))
+        )
         solved = linprog(cost, A_ub=matrix.tocsr(), b_ub=bound, bounds=(0, None), method="highs-ds")
         if solved.x is None:
             raise ArenaError(f"{self.name}: the program was not solved: {solved.message}")

@@ -38,7 +38,9 @@ def draw_models(
             offers.setdefault(shape, []).append((model, batch, seconds))
     counts = sorted({count for _, count in offers if count <= max_devices})
     if not counts:
-        raise UsageError("no profile is feasible on this cluster", hint="check the device types of cluster and profiles")
+        raise UsageError(
+            "no profile is feasible on this cluster", hint="check the device types of cluster and profiles"
+        )
     jobs = []
     for job in raw:
         wanted = min(job.num_devices, max_devices, counts[-1])

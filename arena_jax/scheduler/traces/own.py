@@ -43,7 +43,9 @@ def load_json(records: Sequence[Any], source: str) -> list[JobSpec]:
         return parse_rows(rows, _from_row, source)
     except TraceError as error:
         errors = [text.replace("line ", "record ", 1) for text in error.errors]
-        raise TraceError(f"{source}: {len(errors)} malformed records\n  " + "\n  ".join(errors), errors=errors) from None
+        raise TraceError(
+            f"{source}: {len(errors)} malformed records\n  " + "\n  ".join(errors), errors=errors
+        ) from None
 
 
 def to_csv(jobs: Sequence[JobSpec]) -> str:

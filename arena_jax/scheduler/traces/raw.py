@@ -8,7 +8,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from arena_jax.scheduler.traces.rows import Faults, Row, TraceError, csv_rows, parse_rows
@@ -42,7 +42,9 @@ def load_itp(text: str, source: str) -> list[RawJob]:
     """``job_id,submission_time,duration,num_gpu``."""
 
     def parse(row: Row) -> RawJob | None:
-        return _job(row.text("job_id"), row.number("submission_time"), row.number("duration"), row.count("num_gpu", least=0))
+        return _job(
+            row.text("job_id"), row.number("submission_time"), row.number("duration"), row.count("num_gpu", least=0)
+        )
 
     return parse_rows(csv_rows(text), parse, source)
 
@@ -157,7 +159,9 @@ def load_sacct(text: str, source: str) -> list[RawJob]:
     return parse_rows(csv_rows(text, delimiter="|"), parse, source)
 
 
-def _job(name: str, arrival_s: float, duration_s: float, num_devices: int, device_type: str | None = None) -> RawJob | None:
+def _job(
+    name: str, arrival_s: float, duration_s: float, num_devices: int, device_type: str | None = None
+) -> RawJob | None:
     if num_devices < 1 or duration_s <= 0:
         return None
     return RawJob(id=name, arrival_s=arrival_s, duration_s=duration_s, num_devices=num_devices, device_type=device_type)
@@ -172,7 +176,7 @@ def _seconds(text: str) -> float:
             date = datetime.fromisoformat(str(text).strip())
         except ValueError:
             raise ValueError(f"not a time: {text!r}") from None
-        value = (date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp()
+        value = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"not a time of at least 0: {text!r}")
     return value

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from arena_jax.errors import UsageError, nearest
 
-
 T = TypeVar("T")
 
 

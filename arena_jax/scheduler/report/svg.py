@@ -1,0 +1,198 @@
+"""Charts as inline SVG text: step lines, stacked steps and Gantt bars. No script, no outside file."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+WIDTH, HEIGHT = 720, 260
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 40
+_MOST_POINTS = 700
+
+# Colours that stay apart for colour-blind readers, in light and dark.
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7a7a7a", "#b22222", "#4b0082")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One named line: ``y`` holds from each ``x`` to the next."""
+
+    name: str
+    x: np.ndarray
+    y: np.ndarray
+    color: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One bar of a Gantt chart on line ``row``."""
+
+    row: int
+    start: float
+    end: float
+    color: str
+    label: str
+
+
+def lines(series: Sequence[Series], *, x_label: str, y_label: str, log_x: bool = False, step: bool = True) -> str:
+    """A chart of lines with its legend."""
+    drawn = [s for s in series if len(s.x)]
+    if not drawn:
+        return "<p>nothing to draw</p>"
+    low = min(float(s.x.min()) for s in drawn)
+    high = max(float(s.x.max()) for s in drawn)
+    if log_x:
+        low = max(low, high / 1e6, 1e-9)
+    top = max(float(s.y.max()) for s in drawn)
+    to_x, ticks = _x_axis(low, high, log_x)
+    to_y = _y_axis(top)
+    body = [_frame(ticks, to_x, top, to_y, x_label, y_label, log_x)]
+    for s in drawn:
+        x, y = _thin(s.x, s.y)
+        points = []
+        for i in range(len(x)):
+            px, py = to_x(max(float(x[i]), low)), to_y(float(y[i]))
+            if step and i:
+                points.append(f"{px:.1f},{to_y(float(y[i - 1])):.1f}")
+            points.append(f"{px:.1f},{py:.1f}")
+        body.append(
+            f'<polyline fill="none" stroke="{s.color}" stroke-width="1.6" points="{" ".join(points)}">'
+            f"<title>{escape(s.name)}</title></polyline>"
+        )
+    return _svg(body, HEIGHT) + legend({s.name: s.color for s in drawn})
+
+
+def stacked(
+    x: np.ndarray, parts: Mapping[str, np.ndarray], colors: Mapping[str, str], *, x_label: str, y_label: str
+) -> str:
+    """Stacked step areas, one per part; all parts share ``x``."""
+    if not len(x):
+        return "<p>nothing to draw</p>"
+    keep = _thin_index(len(x))
+    x = x[keep]
+    total = np.zeros(len(x))
+    top = float(np.sum([part[keep] for part in parts.values()], axis=0).max())
+    to_x, ticks = _x_axis(float(x[0]), float(x[-1]), False)
+    to_y = _y_axis(top)
+    body = [_frame(ticks, to_x, top, to_y, x_label, y_label, False)]
+    for name, part in parts.items():
+        upper = total + part[keep]
+        up, down = [], []
+        for i in range(len(x)):
+            right = to_x(float(x[min(i + 1, len(x) - 1)]))
+            left = to_x(float(x[i]))
+            up += [f"{left:.1f},{to_y(float(upper[i])):.1f}", f"{right:.1f},{to_y(float(upper[i])):.1f}"]
+            down += [f"{left:.1f},{to_y(float(total[i])):.1f}", f"{right:.1f},{to_y(float(total[i])):.1f}"]
+        body.append(
+            f'<polygon fill="{colors[name]}" fill-opacity="0.8" points="{" ".join(up + down[::-1])}">'
+            f"<title>{escape(name)}</title></polygon>"
+        )
+        total = upper
+    return _svg(body, HEIGHT) + legend({name: colors[name] for name in parts})
+
+
+def gantt(bars: Sequence[Bar], num_rows: int, *, x_label: str) -> str:
+    """Bars on rows, at most 14 pixels a row."""
+    if not bars:
+        return "<p>nothing to draw</p>"
+    row_height = max(2.0, min(14.0, 1400.0 / max(num_rows, 1)))
+    height = int(_TOP + _BOTTOM + row_height * num_rows)
+    low, high = min(b.start for b in bars), max(b.end for b in bars)
+    to_x, ticks = _x_axis(low, high, False)
+    body = [_frame(ticks, to_x, 0.0, None, x_label, "jobs by arrival", False, height=height)]
+    for bar in bars:
+        left, right = to_x(bar.start), to_x(bar.end)
+        body.append(
+            f'<rect x="{left:.1f}" y="{_TOP + bar.row * row_height:.1f}" width="{max(right - left, 0.5):.1f}" '
+            f'height="{row_height * 0.85:.1f}" fill="{bar.color}"><title>{escape(bar.label)}</title></rect>'
+        )
+    return _svg(body, height)
+
+
+def legend(colors: Mapping[str, str]) -> str:
+    """Names beside their colours."""
+    items = (
+        f'<span class="key"><i style="background:{color}"></i>{escape(name)}</span>' for name, color in colors.items()
+    )
+    return f'<p class="legend">{"".join(items)}</p>'
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people write them: ``90 s``, ``2.5 h``."""
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if abs(seconds) >= size * (1.5 if unit != "s" else 1.0):
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e3:.3g} ms" if seconds else "0"
+
+
+def _svg(body: Sequence[str], height: int) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(body)}</svg>'
+
+
+def _x_axis(low: float, high: float, log: bool) -> tuple[Callable[[float], float], list[float]]:
+    span = WIDTH - _LEFT - _RIGHT
+    if log:
+        first, last = math.log10(low), math.log10(max(high, low * 1.001))
+        ticks = [10.0**e for e in range(math.ceil(first), math.floor(last) + 1)] or [low]
+        return lambda x: _LEFT + span * (math.log10(max(x, low)) - first) / max(last - first, 1e-9), ticks
+    width = max(high - low, 1e-9)
+    return lambda x: _LEFT + span * (x - low) / width, _ticks(low, high)
+
+
+def _y_axis(top: float) -> Callable[[float], float]:
+    span = HEIGHT - _TOP - _BOTTOM
+    return lambda y: _TOP + span * (1.0 - y / max(top, 1e-12))
+
+
+def _frame(
+    ticks: Sequence[float],
+    to_x: Callable[[float], float],
+    top: float,
+    to_y: Callable[[float], float] | None,
+    x_label: str,
+    y_label: str,
+    log_x: bool,
+    *,
+    height: int = HEIGHT,
+) -> str:
+    bottom = height - _BOTTOM
+    parts = [f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{WIDTH - _RIGHT}" y2="{bottom}"/>']
+    for tick in ticks:
+        text = duration(tick) if log_x or "time" in x_label else f"{tick:g}"
+        parts.append(f'<line class="grid" x1="{to_x(tick):.1f}" y1="{_TOP}" x2="{to_x(tick):.1f}" y2="{bottom}"/>')
+        parts.append(f'<text x="{to_x(tick):.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
+    if to_y is not None:
+        for tick in _ticks(0.0, top):
+            y = to_y(tick)
+            parts.append(f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{WIDTH - _RIGHT}" y2="{y:.1f}"/>')
+            parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    middle = (_LEFT + WIDTH - _RIGHT) / 2
+    parts.append(f'<text x="{middle:.0f}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>')
+    centre = (_TOP + bottom) / 2
+    parts.append(
+        f'<text x="14" y="{centre:.0f}" text-anchor="middle" transform="rotate(-90 14 {centre:.0f})">{escape(y_label)}</text>'
+    )
+    return "".join(parts)
+
+
+def _ticks(low: float, high: float, about: int = 6) -> list[float]:
+    span = high - low
+    if span <= 0:
+        return [low]
+    raw = span / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    size = next(m * power for m in (1, 2, 5, 10) if m * power >= raw)
+    first = math.ceil(low / size)
+    return [i * size for i in range(first, math.floor(high / size + 1e-9) + 1)]
+
+
+def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    keep = _thin_index(len(x))
+    return x[keep], y[keep]
+
+
+def _thin_index(length: int) -> np.ndarray:
+    """Every point, or evenly chosen ones where there are more than a line can show."""
+    return np.unique(np.linspace(0, length - 1, min(length, _MOST_POINTS)).astype(int))
