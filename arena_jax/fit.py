@@ -15,7 +15,7 @@ from arena_jax.compiler.problem import LossFn
 from arena_jax.data import as_loader
 from arena_jax.errors import UsageError
 from arena_jax.grid import Allocation, GridShape, Plan, PlanIndex, Precision, SchedulerHook
-from arena_jax.planner import Planner, allocation_of, choose
+from arena_jax.planner import Planner, allocation_of, choose, plan_store
 from arena_jax.runtime.checkpoint import CheckpointOptions
 from arena_jax.runtime.checkpoint_info import LeafType
 from arena_jax.runtime.contract import LoopOptions, StopReason, Swap
@@ -262,7 +262,9 @@ def _where(
 ) -> tuple[Planner, GridShape | Allocation, Plan | None]:
     """The planner for the devices meant, the target on them, and the given plan."""
     devices = None if isinstance(grid, str | GridShape | Allocation) else list(grid)
-    planner = Planner(problem, devices=devices, num_microbatches=num_microbatches, nonfinite=nonfinite)
+    planner = Planner(
+        problem, devices=devices, num_microbatches=num_microbatches, nonfinite=nonfinite, store=plan_store()
+    )
     pinned = Plan.load(plan) if isinstance(plan, str | Path) else plan
     target: GridShape | Allocation
     if pinned is not None:

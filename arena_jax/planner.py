@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 
-from arena_jax.compiler import Analysis, Constraints, Problem, analyse, plan_problem
-from arena_jax.errors import InfeasibleError, UsageError
-from arena_jax.grid import CATALOGUE, Allocation, GridShape, IndexRow, Plan, PlanIndex
+from arena_jax import home
+from arena_jax.compiler import Constraints, Problem
+from arena_jax.compiler.stored import StoredSearch
+from arena_jax.errors import ArenaError, InfeasibleError, UsageError
+from arena_jax.grid import CATALOGUE, Allocation, GridShape, IndexRow, Plan, PlanIndex, PlanStore
 from arena_jax.recipe.schema import PlanSection
 from arena_jax.runtime.contract import Compiled, Program
 from arena_jax.runtime.program import compile_program
@@ -55,6 +57,8 @@ class Planner:
         constraints: pins and search switches.
         num_microbatches: pinned number, ``None`` for automatic.
         nonfinite: see ``compile_program``.
+        store: where plans are kept; ``None`` searches every time.
+        name: what people call the model, for who reads the store.
     """
 
     def __init__(
@@ -65,31 +69,29 @@ class Planner:
         constraints: Constraints | None = None,
         num_microbatches: int | None = None,
         nonfinite: str = "stop",
+        store: PlanStore | None = None,
+        name: str = "",
     ) -> None:
         self.problem = problem
         self.devices = tuple(jax.devices() if devices is None else devices)
         self._constraints = constraints or Constraints()
         self._num_microbatches = num_microbatches
         self._nonfinite = nonfinite
+        self._store = store
+        self._name = name
 
     @cached_property
-    def _analysis(self) -> Analysis:
-        return analyse(self.problem)
+    def _search(self) -> StoredSearch:
+        return StoredSearch(self.problem, self._store, name=self._name)
 
     def search(self, target: GridShape | Allocation) -> PlanIndex:
         """Every grid of the allocation, or the one grid."""
         allocation = target.allocation if isinstance(target, GridShape) else target
         self.check_fits(allocation)
         constraints = self._constraints
-        if isinstance(target, GridShape):
-            constraints = replace(constraints, stages=target.num_stages)
-        return plan_problem(
-            self.problem,
-            [allocation],
-            constraints=constraints,
-            num_microbatches=self._num_microbatches,
-            analysis=self._analysis,
-        )
+        if isinstance(target, GridShape):  # which says its own number of stages
+            constraints = replace(constraints, stages=None)
+        return self._search.plan([target], constraints=constraints, num_microbatches=self._num_microbatches)
 
     def settle(self, num_microbatches: int) -> None:
         """Stay with the number of microbatches that a run has begun with, where it changes the result.
@@ -97,7 +99,7 @@ class Planner:
         Where the trace couples samples, the automatic choice must not follow the devices: a plan for
         other devices would compute something else.
         """
-        if self._num_microbatches is None and self._analysis.coupling:
+        if self._num_microbatches is None and self._search.coupled:
             self._num_microbatches = num_microbatches
 
     def compile(self, candidate: Candidate, device_numbers: Sequence[int] | None = None) -> Compiled:
@@ -138,6 +140,14 @@ class Planner:
                 f"{allocation} needs {allocation.num_devices} devices, jax has {len(self.devices)}",
                 hint=_how_to_get(allocation, have),
             )
+
+
+def plan_store() -> PlanStore | None:
+    """The machine's store of plans; ``None`` where it cannot be written, which costs only time."""
+    try:
+        return PlanStore(home.plan_index())
+    except ArenaError:
+        return None
 
 
 def choose(index: PlanIndex, target: GridShape | Allocation) -> Candidate:

@@ -237,7 +237,7 @@ def _say(report: Mapping[str, Any], tracker: "MLflowTracker | None") -> None:
 
 def _planner(job: "Job") -> "Planner":
     from arena_jax.compiler import make_problem
-    from arena_jax.planner import Planner, constraints_of
+    from arena_jax.planner import Planner, constraints_of, plan_store
 
     problem = make_problem(
         job.make_model, job.optimizer, job.loss_fn, job.example_batch, precision=job.precision, seed=job.seed
@@ -248,6 +248,8 @@ def _planner(job: "Job") -> "Planner":
         constraints=constraints_of(recipe.plan),
         num_microbatches=recipe.plan.num_microbatches,
         nonfinite=recipe.nonfinite,
+        store=plan_store(),
+        name=job.name,
     )
 
 
