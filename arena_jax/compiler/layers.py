@@ -122,7 +122,8 @@ def _thin(candidates: Sequence[_Candidate], total: float) -> list[_Candidate]:
     """Keep the lightest cut of every equal share of the work, so that the program below stays small."""
     best: dict[int, _Candidate] = {}
     for candidate in candidates:
-        if not 0 < candidate.work < total or candidate.live_bytes == 0:
+        # After the last real work a cut is always light, and would make the useful ones before it look heavy.
+        if not 0 < candidate.work < total * (1 - 1 / _NUM_BUCKETS) or candidate.live_bytes == 0:
             continue
         bucket = int(candidate.work / total * _NUM_BUCKETS)
         if bucket not in best or candidate.live_bytes < best[bucket].live_bytes:
