@@ -31,6 +31,14 @@ def inner_jaxpr(eqn: Any) -> tuple[Any, list[Any]]:
     raise KeyError(f"{eqn.primitive} has no body")
 
 
+def scan_sizes(eqn: Any) -> tuple[int, int]:
+    """Numbers of constants and of carried values of a ``scan`` equation."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # jax >= 0.11
+    return len(consts), len(carry)
+
+
 def bind(eqn: Any, args: list[Any]) -> list[Any]:
     """Evaluate one equation as it stands, keeping its name scope."""
     bound = eqn.primitive.get_bind_params(eqn.params)

@@ -120,7 +120,7 @@ def _body(eqn: Any, inputs: Sequence[_Value]) -> Any:
     name = eqn.primitive.name
     if name == "scan":
         jaxpr, _ = _compat.inner_jaxpr(eqn)
-        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        num_consts, num_carry = _compat.scan_sizes(eqn)
         stacked = num_consts + num_carry
         inner = [
             v if i < stacked or v.dim is None else _Value(_COUPLED if v.dim == 0 else v.status, v.dim - 1)

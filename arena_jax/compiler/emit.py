@@ -75,7 +75,7 @@ class Emitter:
 
     def _scan(self, key: str, eqn: Any, args: list[Any], *, remat: bool = False) -> list[Any]:
         jaxpr, body_consts = _compat.inner_jaxpr(eqn)
-        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        num_consts, num_carry = _compat.scan_sizes(eqn)
         consts, carry, xs = args[:num_consts], args[num_consts : num_consts + num_carry], args[num_consts + num_carry :]
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -136,7 +136,7 @@ def output_flags(eqn: Any, inputs: Sequence[int]) -> list[int]:
         return _jaxpr_flags(_compat.inner_jaxpr(eqn)[0], inputs)
     if name == "scan":
         body = _compat.inner_jaxpr(eqn)[0]
-        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        num_consts, num_carry = _compat.scan_sizes(eqn)
         current = list(inputs)
         while True:
             outs = _jaxpr_flags(body, current)
@@ -204,7 +204,7 @@ def _split_scan(
     whole: set[int],
 ) -> list[tuple[list[Any], int | None]]:
     """Equations of a scan cut at ``bounds``; each group ends with the scan that starts at its number."""
-    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    num_consts, num_carry = _compat.scan_sizes(eqn)
     consts = list(eqn.invars[:num_consts])
     carry = list(eqn.invars[num_consts : num_consts + num_carry])
     stacked = eqn.invars[num_consts + num_carry :]

@@ -112,7 +112,7 @@ def _candidates(graph: Graph) -> tuple[list[_Candidate], float]:
 
 
 def _inside_scan(eqn: Any, index: int, work: float, flops: float, live: int) -> list[_Candidate]:
-    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    num_consts, num_carry = _compat.scan_sizes(eqn)
     carry = sum(array_bytes(a) for a in eqn.invars[num_consts : num_consts + num_carry])
     length = eqn.params["length"]
     return [_Candidate(Position(index, i), work + flops * i / length, live + carry) for i in range(1, length)]

@@ -117,7 +117,7 @@ class Evaluator:
             if node.eqn.primitive.name != "scan":
                 continue
             found: set[int] = set()
-            for atom in node.eqn.invars[node.eqn.params["num_consts"] + node.eqn.params["num_carry"] :]:
+            for atom in node.eqn.invars[sum(_compat.scan_sizes(node.eqn)) :]:
                 while atom in producers and producers[atom].primitive.name == "convert_element_type":
                     atom = producers[atom].invars[0]
                 if not isinstance(atom, _compat.Literal) and atom in graph.units:

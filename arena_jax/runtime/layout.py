@@ -4,9 +4,8 @@ Each stage holds whole leaves, or the rows of a stacked leaf that its layers use
 stages use (tied embeddings) has a primary copy, which is the one that is updated and saved.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import jax
@@ -154,19 +153,21 @@ def abstract_tree(layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def from_tree(layout: Layout, tree: Mapping[str, Any]) -> State:
-    """Place a tree under a layout, leaf by leaf; the arrays given are neither donated nor aliased."""
-    arrays = []
+    """Place a tree under a layout; the arrays given are neither donated nor aliased."""
+    values = []
     for entry in layout.entries:
         if entry.name not in tree:
-            raise CheckpointError(f"the saved state has no {entry.name!r}", hint="it was written for another model or optimizer")
+            raise CheckpointError(
+                f"the saved state has no {entry.name!r}", hint="it was written for another model or optimizer"
+            )
         value = tree[entry.name]
         if entry.is_key:
             value = jax.random.wrap_key_data(jnp.asarray(np.asarray(value)))
         value = entry.cut(value)
         if tuple(value.shape) != entry.shape:
             raise CheckpointError(f"{entry.name}: saved shape {tuple(value.shape)}, the model has {entry.shape}")
-        arrays.append(own(value, entry.dtype, entry.sharding))
-    return unflatten(layout, arrays, int(np.asarray(tree["step"])))
+        values.append(value)
+    return unflatten(layout, own(layout.entries, values), int(np.asarray(tree["step"])))
 
 
 def unflatten(layout: Layout, arrays: Sequence[Any], step: int) -> State:
@@ -183,25 +184,49 @@ def unflatten(layout: Layout, arrays: Sequence[Any], step: int) -> State:
     return State(step=step, stages=stages, optimizer=list(values))
 
 
-def own(value: Any, dtype: Any, sharding: Any) -> Any:
-    """A copy of ``value`` under ``sharding`` that may be donated without harm to the original.
+def own(entries: Sequence[Entry], values: Sequence[Any]) -> list[Any]:
+    """Copies of the values under their entries' shardings, which may be donated without harm.
 
-    ``device_put`` may alias its source even across shardings, so the copy goes through a program.
+    ``device_put`` may alias its source even across shardings, so the copies go through a program: one
+    for each run of entries of a stage of at most ``_COPY_BYTES``, which bounds what exists twice.
     """
-    if not isinstance(value, jax.Array) and not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        value = np.asarray(value, dtype)
-    return _copier(sharding)(jax.device_put(value, sharding))
+    out: list[Any] = [None] * len(entries)
+    chunk: list[int] = []
+    size = 0
+    for i, entry in enumerate(entries):
+        num_bytes = int(np.prod(entry.shape)) * 8
+        if chunk and (size + num_bytes > _COPY_BYTES or entries[chunk[0]].slot.stage != entry.slot.stage):
+            _copy_chunk(entries, values, chunk, out)
+            chunk, size = [], 0
+        chunk.append(i)
+        size += num_bytes
+    if chunk:
+        _copy_chunk(entries, values, chunk, out)
+    return out
 
 
-@cache
-def _copier(sharding: Any) -> Callable[[Any], Any]:
-    return jax.jit(_copy, out_shardings=sharding)
+_COPY_BYTES = 1 << 28
 
 
-def _copy(value: Any) -> Any:
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jnp.copy(jax.random.key_data(value)))
-    return jnp.copy(value)
+def _copy_chunk(entries: Sequence[Entry], values: Sequence[Any], chunk: Sequence[int], out: list[Any]) -> None:
+    chosen = [entries[i] for i in chunk]
+    sources = [
+        values[i] if isinstance(values[i], jax.Array) or e.is_key else np.asarray(values[i], e.dtype)
+        for i, e in zip(chunk, chosen, strict=True)
+    ]
+    placed = jax.device_put(sources, [e.sharding for e in chosen])
+    copies = jax.jit(_copy, out_shardings=[e.sharding for e in chosen])(placed)
+    for i, copy in zip(chunk, copies, strict=True):
+        out[i] = copy
+
+
+def _copy(values: list[Any]) -> list[Any]:
+    return [
+        jax.random.wrap_key_data(jnp.copy(jax.random.key_data(v)))
+        if jax.dtypes.issubdtype(v.dtype, jax.dtypes.prng_key)
+        else jnp.copy(v)
+        for v in values
+    ]
 
 
 def leaf_names(problem: Problem) -> tuple[str, ...]:

@@ -329,6 +329,6 @@ def _initialise(problem: Problem, layout: Layout, rngs: nnx.Rngs) -> State:
             made = jax.jit(make, out_shardings=[e.sharding for _, e in chosen])(rng_state)
         else:
             tree = values(given)
-            made = [own(e.cut(tree[e.name]), e.dtype, e.sharding) for _, e in chosen]
+            made = own([e for _, e in chosen], [e.cut(tree[e.name]) for _, e in chosen])
         arrays.update((i, array) for (i, _), array in zip(chosen, made, strict=True))
     return unflatten(layout, [arrays[i] for i in range(len(layout.entries))], 0)
