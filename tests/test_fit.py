@@ -19,6 +19,7 @@ import arena_jax
 from arena_jax.errors import CheckpointError, DataError, NonFiniteLossError, PlanError, UsageError
 from arena_jax.events import read_events
 from arena_jax.runtime.checkpoint import CheckpointOptions
+from arena_jax.runtime.hooks import ScriptedHook
 from tests.doubles import BATCH, WIDTH, Toy, ToyLoader, toy_loss
 
 
@@ -233,3 +234,51 @@ def test_without_a_tracker_mlflow_is_not_imported(tmp_path: Path) -> None:
         """
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=False).returncode == 0
+
+
+def test_compile_serves_ones_own_loop_and_swaps_by_hand() -> None:
+    data = batches(5)
+    program = arena_jax.compile(Toy, optax.adam(1e-2), toy_loss, data[0], grid="cpu:2/s2")
+    other = arena_jax.compile(Toy, optax.adam(1e-2), toy_loss, data[0], grid="cpu:4/s1")
+    state = program.init(nnx.Rngs(0))
+    losses = []
+    for i, batch in enumerate(data):
+        if i == 3:
+            state, program = other.reshard_from(state, program), other
+        state, metrics = program.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, by_hand(5, data)[0], rtol=1e-5)
+    assert float(program.eval_step(state, data[0])["loss"]) > 0
+
+
+def test_plan_needs_no_hardware() -> None:
+    index = arena_jax.plan(Toy, optax.adam(1e-2), toy_loss, batches(1)[0], on=["a100:8", "h100:2x8"])
+    for text in ("a100:8", "h100:2x8"):
+        row = index.best(arena_jax.Allocation.parse(text))
+        assert row is not None
+        assert row.feasible
+
+
+def test_a_coupled_loss_keeps_its_microbatches_through_swaps_and_resumes(tmp_path: Path) -> None:
+    """BatchNorm sees a microbatch: another number of them would be another training."""
+
+    class Normed(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+            self.toy = Toy(rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.toy(self.norm(x))
+
+    def run(**options: Any) -> arena_jax.FitResult:
+        return fit(ToyLoader(), model=Normed, **options)
+
+    whole = run(steps=6, grid="cpu:1")
+    script = ScriptedHook(["2: cpu:2/s2"])
+    swapped = run(steps=4, grid="cpu:1", hook=script, checkpoint=tmp_path / "run")
+    assert [str(s.target) for s in swapped.swaps] == ["cpu:2/s2"]
+    resumed = run(steps=6, grid="cpu:4/s2", checkpoint=tmp_path / "run")
+    numbers = {result.plan.num_microbatches for result in (whole, swapped, resumed)}
+    assert len(numbers) == 1
+    losses = [r.loss for r in (*swapped.history, *resumed.history)]
+    np.testing.assert_allclose(losses, [r.loss for r in whole.history], rtol=1e-4)
