@@ -30,16 +30,16 @@ class Placer:
         self._types = {name: k for k, name in enumerate(cluster.types)}
         self._free = [np.full(g.num_nodes, g.devices_per_node, dtype=np.int64) for g in cluster.groups]
         self._size = [g.devices_per_node for g in cluster.groups]
-        self._up = [np.ones(g.num_nodes, dtype=bool) for g in cluster.groups]
+        self.up = [np.ones(g.num_nodes, dtype=bool) for g in cluster.groups]
         self.held: dict[int, Placed] = {}
 
     def capacity(self) -> np.ndarray:
         """Devices per type on the nodes that are up."""
-        return np.array([int(up.sum()) * size for up, size in zip(self._up, self._size, strict=True)], dtype=np.int64)
+        return np.array([int(up.sum()) * size for up, size in zip(self.up, self._size, strict=True)], dtype=np.int64)
 
     def set_up(self, device_type: int, node: int, up: bool) -> list[int]:
         """Take a node down or back; return the jobs that lose devices by it (still held: release them)."""
-        self._up[device_type][node] = up
+        self.up[device_type][node] = up
         if up:
             return []
         return [j for j, p in self.held.items() if p.device_type == device_type and node in p.nodes]
@@ -68,17 +68,18 @@ class Placer:
             if nodes is None:
                 failed.append(job)
                 continue
-            self._take(job, Placed(k, nodes, allocation.devices_per_node))
+            self.take(job, Placed(k, nodes, allocation.devices_per_node))
         return migrated, failed
 
-    def _take(self, job: int, placed: Placed) -> None:
+    def take(self, job: int, placed: Placed) -> None:
+        """Give a job exactly these devices, which must be free."""
         free = self._free[placed.device_type]
         for node in placed.nodes:
             free[node] -= placed.devices_per_node
         self.held[job] = placed
 
     def _fit(self, k: int, num_nodes: int, per_node: int, banned: tuple[int, ...] = ()) -> tuple[int, ...] | None:
-        free = np.where(self._up[k], self._free[k], -1)
+        free = np.where(self.up[k], self._free[k], -1)
         if banned:
             free[list(banned)] = -1
         fits = np.flatnonzero(free >= per_node)
@@ -96,7 +97,7 @@ class Placer:
         for job, placed in self.held.items():
             if placed.device_type == k and len(placed.nodes) == 1:
                 residents.setdefault(placed.nodes[0], []).append(job)
-        free = np.where(self._up[k], self._free[k], -1)
+        free = np.where(self.up[k], self._free[k], -1)
         chosen = [int(n) for n in np.flatnonzero(free >= per_node)][:num_nodes]
         # Nodes that lack the fewest devices are the cheapest to clear.
         for node in np.argsort(-free, kind="stable"):
@@ -113,9 +114,9 @@ class Placer:
                 self.release(job)
                 away = self._fit(k, 1, old.devices_per_node, (*chosen, node))
                 if away is None:
-                    self._take(job, old)
+                    self.take(job, old)
                     continue
-                self._take(job, Placed(k, away, old.devices_per_node))
+                self.take(job, Placed(k, away, old.devices_per_node))
                 undo.append((job, old))
             if self._free[k][node] >= per_node:
                 chosen.append(node)
@@ -123,5 +124,5 @@ class Placer:
             else:
                 for job, old in reversed(undo):
                     self.release(job)
-                    self._take(job, old)
+                    self.take(job, old)
         return tuple(chosen) if len(chosen) == num_nodes else None

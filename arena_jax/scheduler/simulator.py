@@ -8,8 +8,9 @@ step times; the clock uses the true ones.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -110,9 +111,9 @@ class Simulator:
         num = len(workload.jobs)
         self._arrival = workload.arrival_s
         self._steps = workload.num_steps
-        self._estimate = workload.step_s.copy()
+        self.estimate = workload.step_s.copy()
         if self.settings.estimates is not None:
-            self._estimate *= self.settings.estimates
+            self.estimate *= self.settings.estimates
         self._weight = np.array([job.weight for job in workload.jobs])
         self._deadline = np.array([math.inf if j.deadline_s is None else j.deadline_s for j in workload.jobs])
         self._batch = np.array([float(job.global_batch or 1) for job in workload.jobs])
@@ -135,8 +136,7 @@ class Simulator:
         self.first_start = np.full(num, np.nan)
         self.due = np.full(num, np.inf)
         self.cause = np.full(num, -1)
-        self.saved_steps = self._steps.copy()
-        self._placer = Placer(workload.cluster)
+        self.placer = Placer(workload.cluster)
         self._active: list[int] = []
         self._next_arrival = 0
         self._node_events = sorted(self.settings.node_events, key=lambda e: e.time_s)
@@ -245,7 +245,7 @@ class Simulator:
 
     def _finish(self, j: int) -> None:
         self._close(j)
-        self._placer.release(j)
+        self.placer.release(j)
         self.state[j], self.column[j], self.remaining[j] = FINISHED, -1, 0.0
         self.finish[j], self.due[j] = self.now, math.inf
         self._active.remove(j)
@@ -253,9 +253,9 @@ class Simulator:
 
     def _node_event(self, event: NodeEvent) -> None:
         k = self.workload.columns.types.index(event.device_type)
-        for j in self._placer.set_up(k, event.node, event.kind == "up"):
+        for j in self.placer.set_up(k, event.node, event.kind == "up"):
             self._close(j)
-            self._placer.release(j)
+            self.placer.release(j)
             if event.kind == "fail" and self.settings.save_every_s:
                 productive = max(0.0, self.now - self.charge_until[j])
                 lost = productive % self.settings.save_every_s
@@ -273,7 +273,7 @@ class Simulator:
         self._active.remove(j)
 
     def _close(self, j: int) -> None:
-        placed = self._placer.held[j]
+        placed = self.placer.held[j]
         charge = min(self.charge_until[j], self.now) - self.since[j]
         self.segments.append(
             Segment(
@@ -297,7 +297,7 @@ class Simulator:
         running = self.column[active] >= 0
         return active, Jobs(
             key=active,
-            step_s=self._estimate[active],
+            step_s=self.estimate[active],
             remaining_steps=self.remaining[active],
             num_steps=self._steps[active],
             arrival_s=self._arrival[active],
@@ -318,12 +318,12 @@ class Simulator:
     def _learn(self, active: np.ndarray) -> None:
         running = active[self.column[active] >= 0]
         seen = running[self.now >= self.charge_until[running] + self.pace[running]]
-        self._estimate[seen, self.column[seen]] = self.pace[seen]
+        self.estimate[seen, self.column[seen]] = self.pace[seen]
 
     def _decide(self) -> None:
         began = time.perf_counter()
         active, jobs = self.jobs_view()
-        view = View(self.workload.cluster, self.workload.columns, self._placer.capacity())
+        view = View(self.workload.cluster, self.workload.columns, self.placer.capacity())
         decision = self.policy.decide(view, jobs, self.now)
         self._check(decision, active, view)
         self._apply(active, decision)
@@ -353,16 +353,16 @@ class Simulator:
             old[j] = int(self.column[j])
             if old[j] >= 0:
                 self._close(j)
-                self._placer.release(j)
+                self.placer.release(j)
             if new < 0:
                 self._idle(j)
             else:
                 wanted[j] = new
         if not wanted:
             return
-        before = dict(self._placer.held)
+        before = dict(self.placer.held)
         allocations = self.workload.columns.allocations
-        migrated, unplaced = self._placer.place({j: allocations[c] for j, c in wanted.items()})
+        migrated, unplaced = self.placer.place({j: allocations[c] for j, c in wanted.items()})
         for j in unplaced:
             wanted.pop(j)
             self._idle(j)
@@ -373,10 +373,10 @@ class Simulator:
             self._start(j, old[j], new, migrated=j in migrated)
 
     def _close_at(self, j: int, placed: Placed) -> None:
-        now_held = self._placer.held[j]
-        self._placer.held[j] = placed
+        now_held = self.placer.held[j]
+        self.placer.held[j] = placed
         self._close(j)
-        self._placer.held[j] = now_held
+        self.placer.held[j] = now_held
 
     def _start(self, j: int, old: int, new: int, *, migrated: bool) -> None:
         columns = self.workload.columns
@@ -406,6 +406,26 @@ class Simulator:
         else:
             self.first_start[j] = self.now
         self.started[j], self.failed[j] = True, False
+
+    def clock(self) -> dict[str, Any]:
+        """Where the simulation stands besides its arrays; see :mod:`arena_jax.scheduler.snapshot`."""
+        return {
+            "now": self.now,
+            "active": list(self._active),
+            "next_arrival": self._next_arrival,
+            "next_node_event": self._next_node_event,
+            "wake": self._wake,
+            "pending": self._pending,
+            "decision_s": list(self._decision_s),
+            "num_active": list(self._num_active),
+        }
+
+    def set_clock(self, clock: Mapping[str, Any]) -> None:
+        """Take up what :meth:`clock` gave."""
+        self.now, self._wake, self._pending = clock["now"], clock["wake"], clock["pending"]
+        self._active = list(clock["active"])
+        self._next_arrival, self._next_node_event = clock["next_arrival"], clock["next_node_event"]
+        self._decision_s, self._num_active = list(clock["decision_s"]), list(clock["num_active"])
 
     def result(self, wall_s: float = 0.0) -> Result:
         """What happened so far; stretches still running are closed at ``now``."""

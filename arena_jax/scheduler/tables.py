@@ -137,7 +137,7 @@ def data_parallel_only(
         usable: share of device memory that may be used.
     """
     kept: dict[tuple[str, int | None], Profile] = {}
-    for model, batch in profiles.keys():
+    for model, batch in list(profiles.keys()):  # noqa: SIM118 - not a dict
         profile = profiles.profile(model, batch)
         needs = dict(zip(_COUNTS, memory_gb.get(f"{model.replace('__', '_')}_{batch}", ()), strict=False))
         times = {}
@@ -167,4 +167,4 @@ def artifact_cluster(catalogue: Catalogue = CATALOGUE, scale: float = 1.0) -> Cl
 
 def models_of(profiles: ProfileSet) -> Iterable[str]:
     """Model names, sorted."""
-    return sorted({model for model, _ in profiles.keys()})
+    return sorted({model for model, _ in profiles.keys()})  # noqa: SIM118 - not a dict

@@ -42,6 +42,11 @@ class Moves:
         self._settled = settled
         self._rows = np.arange(num_jobs)
 
+    @property
+    def total(self) -> float:
+        """Summed value."""
+        return float(self.value[self._rows, self.column].sum())
+
     def propose(self, prices: np.ndarray, most: int, slack: float) -> bool:
         """Try the ``most`` moves of largest gain net of prices; ``slack`` admits some that look slightly bad."""
         rent = np.append(prices[self.types[:-1]] * self.devices[:-1], 0.0)

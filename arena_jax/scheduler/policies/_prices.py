@@ -9,6 +9,8 @@ now, and they only *propose*: the moves that follow are judged by value alone.
 
 import numpy as np
 
+from arena_jax.scheduler.policy import View
+
 _TOLERANCE = 0.03  # excess demand, as a share of a type's devices, that the moves can repair
 _SAMPLE = 1500  # jobs looked at while prices are sought
 
@@ -56,3 +58,27 @@ def _demand(
         wanted[better] = c
     wanted = wanted[wanted >= 0]
     return np.bincount(type_of[wanted], weights=devices[wanted], minlength=num_types)
+
+
+def wanted(prices: np.ndarray, value: np.ndarray, held: np.ndarray, fixed: np.ndarray, view: View) -> np.ndarray:
+    """What each job takes at these prices, least gain dropped where a type is asked for too much.
+
+    Returns columns (or -1) that fit. Jobs that are ``fixed`` keep what they hold.
+    """
+    types, devices = view.columns.type_of, view.columns.num_devices
+    rows = np.arange(len(value))
+    net = value - prices[types] * devices
+    chosen = net.argmax(axis=1)
+    # Where it makes no difference a job stays where it is.
+    running = np.flatnonzero(held >= 0)
+    stay = running[net[running, held[running]] >= net[running, chosen[running]] - 1e-9]
+    chosen[stay] = held[stay]
+    gain = net[rows, chosen]
+    chosen[gain <= 0] = -1
+    gain[fixed], chosen[fixed] = np.inf, held[fixed]
+    for k in range(len(view.capacity)):
+        asking = np.flatnonzero((chosen >= 0) & (types[np.maximum(chosen, 0)] == k))
+        asking = asking[np.argsort(-gain[asking], kind="stable")]
+        over = np.cumsum(devices[chosen[asking]]) > view.capacity[k]
+        chosen[asking[over]] = -1
+    return chosen

@@ -36,10 +36,10 @@ class ValueRules:
 
     shortness: float = 0.5
     long_s: float = 4e4
-    long_weight: float = 3.0
-    long_power: float = 4.0
+    long_weight: float = 2.0
+    long_power: float = 6.0
     patience_s: float = 400.0
-    caution: float = 0.1
+    caution: float = 0.05
     most_restarts: int = 28
     min_run_s: float = 0.0
     starve_s: float = 600.0

@@ -13,9 +13,12 @@ import numpy as np
 
 from arena_jax.errors import UsageError
 from arena_jax.scheduler.policies._moves import Moves
-from arena_jax.scheduler.policies._prices import update
+from arena_jax.scheduler.policies._prices import update, wanted
 from arena_jax.scheduler.policies._value import ValueRules, settled, values
 from arena_jax.scheduler.policy import Decision, Jobs, View
+
+# Up to so many active jobs a decision also starts from what the prices alone would choose.
+_SECOND_START = 600
 
 OBJECTIVES = ("time", "cost", "cost-under-deadline")
 
@@ -69,22 +72,26 @@ class Arena:
             max_steps=60 if fresh else max(5, int(12 / scale)),
             first_step=0.5 if fresh else 0.2,
         )
-        moves = Moves(
-            value,
-            jobs.column,
-            columns.type_of,
-            columns.num_devices,
-            view.capacity - columns.usage(jobs.column),
-            settled(jobs, now, self.rules),
-        )
-        slack = 0.02
-        for _ in range(3 if num_jobs <= 2000 else 2):
-            proposed = moves.propose(self._prices, max(10, int(40 / scale)), slack)
+        fixed = settled(jobs, now, self.rules)
+        starts = [jobs.column]
+        if num_jobs <= _SECOND_START:
+            starts.append(wanted(self._prices, value, jobs.column, fixed, view))
+        found = [self._improve(start, value, fixed, view, scale) for start in starts]
+        best = max(found, key=lambda moves: moves.total)
+        chosen = np.where(best.column == best.none, -1, best.column)
+        return Decision(chosen, self._wake(jobs, now, chosen))
+
+    def _improve(self, start: np.ndarray, value: np.ndarray, fixed: np.ndarray, view: View, scale: float) -> Moves:
+        columns = view.columns
+        assert self._prices is not None
+        free = view.capacity - columns.usage(start)
+        moves = Moves(value, start, columns.type_of, columns.num_devices, free, fixed)
+        for _ in range(3 if len(value) <= 2000 else 2):
+            proposed = moves.propose(self._prices, max(10, int(40 / scale)), 0.02)
             filled = moves.fill()
             if not (proposed or filled):
                 break
-        chosen = np.where(moves.column == moves.none, -1, moves.column)
-        return Decision(chosen, self._wake(jobs, now, chosen))
+        return moves
 
     def _allowed(self, view: View, jobs: Jobs, now: float) -> np.ndarray | None:
         """Columns that the money objectives leave to each job."""

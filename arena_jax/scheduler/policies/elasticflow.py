@@ -141,15 +141,16 @@ class ElasticFlow:
     def _profile(self, ladder: _Ladder, jobs: Jobs, i: int, now: float, free: np.ndarray) -> np.ndarray | None:
         """Rungs (or -1) by slot up to the deadline, lowest level that suffices, filled backwards."""
         left = float(jobs.deadline_s[i]) - now
-        charge = 0.0 if jobs.column[i] >= 0 else float(jobs.restart_s[0])
+        # Kept for the changes to come: one down and one up again, besides what is being charged now.
+        charge = 2.0 * float(jobs.restart_s.max()) + max(0.0, float(jobs.charge_until_s[i]) - now)
         num_slots = int(left // self.slot_s)
         if num_slots < 1:
             return None
         devices = np.array(ladder.devices)
         work = np.append(self.slot_s / np.array(ladder.step_s), 0.0)  # [-1] = nothing
-        need = float(jobs.remaining_steps[i]) + charge / ladder.step_s[-1]
         for level in range(len(devices)):
             rung = np.minimum(np.searchsorted(devices, free[:num_slots], side="right") - 1, level)
+            need = float(jobs.remaining_steps[i]) + charge / ladder.step_s[level]
             done = np.cumsum(work[rung][::-1])[::-1]  # work from each slot to the deadline
             if done[0] < need:
                 continue
