@@ -101,6 +101,15 @@ def test_a_finished_run_is_not_resumed_and_more_steps_are(folder: Path, capsys: 
     assert anew["run_id"] not in (first["run_id"], second["run_id"])
 
 
+def test_fewer_steps_are_the_beginning_of_the_same_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schedule = ("optimizer.schedule=cosine", "optimizer.warmup_steps=3")
+    _, whole, _ = run(capsys, *schedule)
+    _, start, _ = run(capsys, *schedule, "--steps", "2", "--resume", "never")
+    assert start["losses"] == whole["losses"][:2]
+    _, rest, _ = run(capsys, *schedule)
+    assert (rest["run_id"], rest["losses"]) == (start["run_id"], whole["losses"][2:])
+
+
 def test_a_script_swaps_plans_and_the_curve_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, still, _ = run(capsys, "--resume", "never")
     _, report, _ = run(capsys, "--resume", "never", 'hook.script=["2: cpu:2/s2", "4: cpu:1"]')

@@ -28,7 +28,7 @@ _EXIT_CODES = {"interrupted": EXIT_INTERRUPTED, "terminated": EXIT_RESUMABLE, "s
 @click.command(short_help="Train a recipe under a plan the compiler chose.")
 @console.recipe_arguments
 @click.option("--devices", type=click.IntRange(min=1), help="Devices to use; by default all, or cpu_devices of a CPU.")
-@click.option("--steps", type=click.IntRange(min=0), help="Steps at which training is done, instead of the recipe's.")
+@click.option("--steps", type=click.IntRange(min=0), help="Train up to this step; the recipe's schedules stay.")
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Run this plan file instead of searching.")
 @click.option(
     "--resume", default="auto", show_default=True, metavar="auto|never|must|STEP", help="Where to start from."
@@ -55,12 +55,10 @@ def command(
     """
     from arena_jax.recipe import load_recipe
 
-    if steps is not None:
-        overrides = (*overrides, f"steps={steps}")
     loaded = load_recipe(recipe, overrides)
     plan = None if plan_file is None else Plan.load(plan_file)
     start_jax(cpu_devices_needed(loaded, devices, plan))
-    code, report = train(loaded, devices=devices, plan=plan, resume=_resume(resume), dry_run=dry_run)
+    code, report = train(loaded, steps=steps, devices=devices, plan=plan, resume=_resume(resume), dry_run=dry_run)
     if as_json:
         console.emit_json(report)
     ctx.exit(code)
@@ -104,7 +102,7 @@ def start_jax(num_cpu_devices: int) -> None:
 
 
 def train(
-    recipe: "Recipe", *, devices: int | None, plan: Plan | None, resume: "Resume", dry_run: bool
+    recipe: "Recipe", *, steps: int | None, devices: int | None, plan: Plan | None, resume: "Resume", dry_run: bool
 ) -> tuple[int, dict[str, Any]]:
     """Train, and return the exit code and what ``--json`` prints."""
     from arena_jax.job import build
@@ -115,15 +113,22 @@ def train(
     planner.check_fits(target.allocation if isinstance(target, GridShape) else target)
     if dry_run:
         return 0, _dry_run(job, planner, target, plan)
-    run = _run_directory(recipe, resume)
+    # `steps=N` is another recipe, whose schedule ends earlier; `--steps N` is the beginning of this one.
+    num_steps = job.steps if steps is None else steps
+    run = _run_directory(recipe, resume, num_steps)
     try:
-        return _train(job, planner, target, plan, run)
+        return _train(job, planner, target, plan, run, num_steps)
     finally:
         run.close()
 
 
 def _train(
-    job: "Job", planner: "Planner", target: GridShape | Allocation, plan: Plan | None, run: "RunDirectory"
+    job: "Job",
+    planner: "Planner",
+    target: GridShape | Allocation,
+    plan: Plan | None,
+    run: "RunDirectory",
+    num_steps: int,
 ) -> tuple[int, dict[str, Any]]:
     from arena_jax.cli.progress import Progress
     from arena_jax.fit import model_leaves
@@ -137,7 +142,7 @@ def _train(
     before = signal.signal(signal.SIGTERM, _terminate)
     console.note(f"run {run.path}" + (f", resuming at step {run.resume_step}" if run.resume_step is not None else ""))
     try:
-        with Progress(job.steps, name=job.name) as progress:
+        with Progress(num_steps, name=job.name) as progress:
             trained = run_training(
                 Training(
                     name=job.name,
@@ -146,7 +151,7 @@ def _train(
                     plan=plan,
                     feed=Feed(job.make_data()),
                     options=LoopOptions(
-                        num_steps=job.steps,
+                        num_steps=num_steps,
                         items_per_step=job.items_per_batch[0],
                         item_unit=job.items_per_batch[1],
                         samples_per_step=job.global_batch,
@@ -279,11 +284,11 @@ def _target(recipe: "Recipe", planner: "Planner", devices: int | None) -> GridSh
     return GridShape(target, recipe.plan.stages)
 
 
-def _run_directory(recipe: "Recipe", resume: "Resume") -> "RunDirectory":
+def _run_directory(recipe: "Recipe", resume: "Resume", num_steps: int) -> "RunDirectory":
     from arena_jax.runtime.rundir import find_run
 
     root = Path(recipe.checkpoint.dir or f"runs/{recipe.name}")
-    return find_run(root, name=recipe.name, resume=resume, num_steps=recipe.steps)
+    return find_run(root, name=recipe.name, resume=resume, num_steps=num_steps)
 
 
 def _tracker(recipe: "Recipe") -> "MLflowTracker | None":
