@@ -16,7 +16,18 @@ from arena_jax.compiler.trace import Trace
 # What is known of a value, by increasing dependence.
 _FREE, _ROWS, _SUMMED, _COUPLED = range(4)
 _LINEAR = frozenset(
-    {"add", "sub", "neg", "convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "add_any", "stop_gradient"}
+    {
+        "add",
+        "sub",
+        "neg",
+        "convert_element_type",
+        "reshape",
+        "squeeze",
+        "broadcast_in_dim",
+        "copy",
+        "add_any",
+        "stop_gradient",
+    }
 )
 _SCALING = frozenset({"mul", "div"})
 _RANDOM = frozenset({"random_bits", "random_fold_in", "random_split", "threefry2x32"})
@@ -77,7 +88,12 @@ def _after_sum(name: str, inputs: Sequence[_Value]) -> int:
     statuses = [v.status for v in inputs]
     if name in _LINEAR and all(s in (_FREE, _SUMMED) for s in statuses):
         return _SUMMED
-    if name in _SCALING and statuses.count(_SUMMED) == 1 and statuses[0] == _SUMMED and statuses.count(_FREE) == len(statuses) - 1:
+    if (
+        name in _SCALING
+        and statuses.count(_SUMMED) == 1
+        and statuses[0] == _SUMMED
+        and statuses.count(_FREE) == len(statuses) - 1
+    ):
         return _SUMMED
     if name == "mul" and statuses.count(_SUMMED) == 1 and statuses.count(_FREE) == 1:
         return _SUMMED
@@ -129,9 +145,7 @@ def _body(eqn: Any, inputs: Sequence[_Value]) -> Any:
         env = _bind(jaxpr, _settle(jaxpr, inner, num_consts, num_carry))
 
         def unpack(outs: list[_Value]) -> list[_Value]:
-            return [
-                v if i < num_carry or v.dim is None else _Value(v.status, v.dim + 1) for i, v in enumerate(outs)
-            ]
+            return [v if i < num_carry or v.dim is None else _Value(v.status, v.dim + 1) for i, v in enumerate(outs)]
 
         return jaxpr, env, unpack
     if name in ("cond", "while"):

@@ -15,12 +15,91 @@ Dim = tuple[int, ...]
 Dims = tuple[Dim, ...]
 
 ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
-    clamp clz conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-    imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not
-    one_minus_square optimization_barrier or polynomial population_count pow pvary random_wrap real reduce_precision
-    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical
-    sharding_constraint sign sin sinh sqrt square stop_gradient sub tan tanh xor reshard""".split()
+    [
+        "abs",
+        "acos",
+        "acosh",
+        "add",
+        "add_any",
+        "and",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "bessel_i0e",
+        "bessel_i1e",
+        "bitcast_convert_type",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "clz",
+        "conj",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "cos",
+        "cosh",
+        "digamma",
+        "div",
+        "eq",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "imag",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "lgamma",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "name",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "one_minus_square",
+        "optimization_barrier",
+        "or",
+        "polynomial",
+        "population_count",
+        "pow",
+        "pvary",
+        "random_wrap",
+        "real",
+        "reduce_precision",
+        "regularized_incomplete_beta",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sharding_constraint",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "xor",
+        "reshard",
+    ]
 )
 REDUCTIONS = {
     "reduce_sum": "sum",
@@ -177,12 +256,17 @@ def _conv(eqn: Any) -> Rule:
     reduced: dict[int, str] = {}
     if grouped:
         out[numbers.out_spec[1]] = factors.new(out_shape[numbers.out_spec[1]])
-        for dim in (lhs[numbers.lhs_spec[1]], rhs[numbers.rhs_spec[0]], rhs[numbers.rhs_spec[1]], out[numbers.out_spec[1]]):
+        for dim in (
+            lhs[numbers.lhs_spec[1]],
+            rhs[numbers.rhs_spec[0]],
+            rhs[numbers.rhs_spec[1]],
+            out[numbers.out_spec[1]],
+        ):
             fixed |= set(dim)
     else:
         rhs[numbers.rhs_spec[1]] = lhs[numbers.lhs_spec[1]]
         out[numbers.out_spec[1]] = rhs[numbers.rhs_spec[0]]
-        reduced = {f: "sum" for f in lhs[numbers.lhs_spec[1]]}
+        reduced = dict.fromkeys(lhs[numbers.lhs_spec[1]], "sum")
     return Rule([tuple(lhs), tuple(rhs)], [tuple(out)], factors.sizes, reduced=reduced, fixed=fixed)
 
 
@@ -257,7 +341,9 @@ def _expand_dims(eqn: Any) -> Rule:
     return Rule([tuple(dims)], [out], factors.sizes)
 
 
-@_register("slice", "dynamic_slice", "pad", "concatenate", "split", "dynamic_update_slice", "rev", "tile", "stack", "unstack")
+@_register(
+    "slice", "dynamic_slice", "pad", "concatenate", "split", "dynamic_update_slice", "rev", "tile", "stack", "unstack"
+)
 def _same_where_equal(eqn: Any) -> Rule:
     """Dims whose size does not change correspond; the others cannot be sharded."""
     name = eqn.primitive.name
@@ -269,7 +355,13 @@ def _same_where_equal(eqn: Any) -> Rule:
         return _all_fixed(eqn)
     dims = [factors.new(n) for n in shape]
     fixed: set[int] = set()
-    changed = {eqn.params["dimension"]} if name == "concatenate" else set(eqn.params["dimensions"]) if name == "rev" else set()
+    changed = (
+        {eqn.params["dimension"]}
+        if name == "concatenate"
+        else set(eqn.params["dimensions"])
+        if name == "rev"
+        else set()
+    )
     for s in arrays:
         changed |= {i for i, n in enumerate(s) if n != shape[i]}
 
@@ -297,7 +389,17 @@ def _top_k(eqn: Any) -> Rule:
     return Rule([tuple(dims)], [tuple(out)] * len(eqn.outvars), factors.sizes, fixed=fixed)
 
 
-@_register("iota", "random_bits", "random_fold_in", "random_split", "random_unwrap", "random_seed", "random_clone", "empty", "rng_uniform")
+@_register(
+    "iota",
+    "random_bits",
+    "random_fold_in",
+    "random_split",
+    "random_unwrap",
+    "random_seed",
+    "random_clone",
+    "empty",
+    "rng_uniform",
+)
 def _source(eqn: Any) -> Rule:
     """Results that depend on no sharded operand: any dim may be sharded at no cost."""
     factors = _Factors()

@@ -9,6 +9,7 @@ A ``lax.scan`` over layers is one placed node, and may be cut between any two it
 (:func:`split_scans`): the stacked inputs are sliced, so that a stage holds only its own layers.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,9 +30,32 @@ _CHEAP = (
     | CUMULATIVE
     | frozenset(REDUCTIONS)
     | frozenset(
-        """broadcast_in_dim reshape transpose squeeze expand_dims slice iota concatenate pad rev split tile random_bits
-        random_fold_in random_unwrap random_split random_clone random_seed select_and_gather_add gather
-        dynamic_slice stack unstack empty""".split()
+        [
+            "broadcast_in_dim",
+            "reshape",
+            "transpose",
+            "squeeze",
+            "expand_dims",
+            "slice",
+            "iota",
+            "concatenate",
+            "pad",
+            "rev",
+            "split",
+            "tile",
+            "random_bits",
+            "random_fold_in",
+            "random_unwrap",
+            "random_split",
+            "random_clone",
+            "random_seed",
+            "select_and_gather_add",
+            "gather",
+            "dynamic_slice",
+            "stack",
+            "unstack",
+            "empty",
+        ]
     )
 )
 
@@ -211,7 +235,7 @@ def _split_scan(
     final_carry, ys = eqn.outvars[:num_carry], eqn.outvars[num_carry:]
     groups: list[tuple[list[Any], int | None]] = []
     y_pieces: list[list[Any]] = [[] for _ in ys]
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         group: list[Any] = []
         xs = [_slice(x, start, stop, producers, units, pieces, whole, group) for x in stacked]
         last = stop == bounds[-1]

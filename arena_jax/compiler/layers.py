@@ -5,6 +5,7 @@ of about equal work, take the one whose cuts carry the fewest bytes. A cut may l
 iterations of a ``lax.scan``, where it carries the scan's carry.
 """
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def _layers(chosen: Sequence[_Candidate], total: float) -> Layers:
     marks = [0.0, *(c.work for c in chosen), total]
     return Layers(
         starts=(Position(0), *(c.position for c in chosen)),
-        flops=tuple(b - a for a, b in zip(marks, marks[1:], strict=False)),
+        flops=tuple(b - a for a, b in itertools.pairwise(marks)),
         live_bytes=(0, *(c.live_bytes for c in chosen)),
     )
 

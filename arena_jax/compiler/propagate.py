@@ -174,7 +174,7 @@ class Propagator:
         """An equation nobody described: operands are gathered, every device runs all of it."""
         self.unknown[eqn.primitive.name] = None
         for atom, axes in zip(eqn.invars, inputs, strict=True):
-            self._gather(atom, axes, set(a for a in axes if a), work)
+            self._gather(atom, axes, {a for a in axes if a}, work)
         work.add_flops("float32", eqn_flops(eqn))
         work.num_ops += 1
         return [(None,) * len(getattr(v.aval, "shape", ())) for v in eqn.outvars]
@@ -220,9 +220,10 @@ class Propagator:
                 dim = dims[axes.index(axis)]
                 if factor is None or not dim or dim[0] != factor:
                     self._gather(atom, axes, {axis}, work)
-            elif factor is not None and not is_param[i] and eqn.primitive.name in HEAVY | {"gather"}:
-                if all(factor not in dim for dim in dims) and _is_float(atom):
-                    work.add_collective(axis, "all_reduce", True, self.local_bytes(atom, axes))
+            elif factor is None or is_param[i] or eqn.primitive.name not in _CONSTRAINED:
+                continue
+            elif all(factor not in dim for dim in dims) and _is_float(atom):
+                work.add_collective(axis, "all_reduce", True, self.local_bytes(atom, axes))
 
     def _gather(self, atom: Any, axes: Axes, gone: set[str], work: Work) -> None:
         for axis in gone:

@@ -347,7 +347,8 @@ class _GridSearch:
         pins = self._constraints
         if pins.dp is None and pins.tp is None:
             return f"no dp divides the {self._rows} rows of a microbatch here"
-        return f"pinned dp {pins.dp} and tp {pins.tp} fit no submesh here with {self._rows} rows a microbatch"
+        pinned = " and ".join(f"{name} {size}" for name, size in (("dp", pins.dp), ("tp", pins.tp)) if size is not None)
+        return f"pinned {pinned} forms no submesh here with {self._rows} rows a microbatch"
 
     def costs(self, stages_left: int, submesh: Submesh) -> Costs:
         """Best option per run of layers; a stage that is k from the end keeps k microbatches in flight."""

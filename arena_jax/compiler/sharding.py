@@ -17,7 +17,6 @@ from arena_jax.compiler.graph import Graph
 from arena_jax.compiler.problem import STATE
 from arena_jax.compiler.propagate import DP, TP, Axes, Propagator, Work
 
-
 # Passes over all parameters; the second may revise the first, which saw only what came before.
 _SWEEPS = 2
 

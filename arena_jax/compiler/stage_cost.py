@@ -4,6 +4,7 @@ Per layer and mesh the search keeps what scales with the rows of a microbatch an
 that any number of microbatches and any run of layers is a sum over prefixes.
 """
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -77,9 +78,7 @@ def _node_shares(graph: Graph, layers: Layers) -> list[list[tuple[int, float]]]:
             continue
         length = node.eqn.params["length"]
         bounds = [0, *(starts[k].iteration for k in inside), length]
-        shares.append(
-            [(layer + i, (b - a) / length) for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))]
-        )
+        shares.append([(layer + i, (b - a) / length) for i, (a, b) in enumerate(itertools.pairwise(bounds))])
         layer += len(inside)
     return shares
 

@@ -163,9 +163,7 @@ def _assemble(graph: Graph, stage_of_node: Sequence[int], num_stages: int, *, wi
     stages = tuple(
         _stage(graph, s, needed[s], inputs[s], tuple(received[s]), boundaries, homes) for s in range(num_stages)
     )
-    return StageGraph(
-        graph=graph, stages=stages, boundaries=boundaries, advanced=advanced, state_stage=state_stage
-    )
+    return StageGraph(graph=graph, stages=stages, boundaries=boundaries, advanced=advanced, state_stage=state_stage)
 
 
 def _output_homes(

@@ -1,6 +1,7 @@
 """Plans served from a store where it holds them, searched and stored where it does not."""
 
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 
 from arena_jax.compiler.coupling import couples_samples
@@ -15,6 +16,7 @@ from arena_jax.compiler.search import (
     plan_problem,
 )
 from arena_jax.compiler.trace import trace_loss
+from arena_jax.errors import ArenaError
 from arena_jax.grid import CATALOGUE, Allocation, Catalogue, GridShape, IndexRow, JobKey, PlanIndex, PlanStore
 
 
@@ -87,18 +89,23 @@ class StoredSearch:
             )
             num_solved = found.num_programs_solved
             known |= {row.grid: row for row in found}
-            if self._store is not None:
-                for group in [grids] if together else _by_type(missing):
-                    self._store.put(
-                        self._key(group, constraints, num_microbatches),
-                        [known[grid] for grid in group],
-                    )
+            for group in [grids] if together else _by_type(missing):
+                self._keep(self._key(group, constraints, num_microbatches), [known[grid] for grid in group])
         return PlanIndex(
             [known[grid] for grid in grids],
             key=self._key(grids, constraints, num_microbatches),
             search_s=time.perf_counter() - started,
             num_programs_solved=num_solved,
         )
+
+    def _keep(self, key: JobKey, rows: Sequence[IndexRow]) -> None:
+        """Store rows; a store that cannot be written costs the next call time, and this one nothing."""
+        if self._store is None:
+            return
+        try:
+            self._store.put(key, rows)
+        except ArenaError as error:
+            warnings.warn(f"plans are not kept: {error.message}", stacklevel=3)
 
     def _key(self, grids: Sequence[GridShape], constraints: Constraints, num_microbatches: int | None) -> JobKey:
         return job_key(

@@ -17,6 +17,7 @@ def nearest_fits(
     *,
     constraints: Constraints,
     num_microbatches: int | None,
+    grow: bool = True,
     catalogue: Catalogue = CATALOGUE,
 ) -> list[str]:
     """Changes under which a plan fits, each found by searching: one of pins, one of devices.
@@ -24,6 +25,7 @@ def nearest_fits(
     Args:
         allocation: where nothing fits.
         constraints, num_microbatches: under which nothing fits.
+        grow: whether more devices can help.
 
     Returns:
         Up to two phrases, such as ``plan.zero=search`` and ``a100-40:2x8``; empty when nothing tried fits.
@@ -34,7 +36,7 @@ def nearest_fits(
         if _fits(search.plan([allocation], constraints=pins, num_microbatches=microbatches)):
             found.append(words)
             break
-    for larger in _larger(allocation, catalogue):
+    for larger in _larger(allocation, catalogue) if grow else ():
         if constraints.stages is not None and constraints.stages > larger.num_devices:
             continue
         if _fits(search.plan([larger], constraints=constraints, num_microbatches=num_microbatches)):

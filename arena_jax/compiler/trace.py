@@ -96,7 +96,7 @@ class Trace:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of names and equations; equal for equal computations under one jax version."""
-        text = re.sub(r"0x[0-9a-f]+", "0x", str(self.jaxpr))
+        text = re.sub(r"0x[0-9a-f]+", "0x", self.jaxpr.pretty_print(use_color=False))
         names = repr([(leaf.name, leaf.kind, leaf.shape, str(leaf.dtype)) for leaf in self.leaves])
         return hashlib.blake2b((names + text).encode(), digest_size=8).hexdigest()
 
@@ -220,7 +220,8 @@ def _call_loss(problem: Problem, model: nnx.Module, batch: Any) -> tuple[Any, di
 
 
 def _flatten_metrics(metrics: dict[str, Any]) -> tuple[list[Metric], list[Any]]:
-    described, numbers = [], []
+    described: list[Metric] = []
+    numbers: list[Any] = []
     for name, value in sorted(metrics.items()):
         if isinstance(value, Weighted):
             kind, parts = WEIGHTED, [value.sum, value.weight]
@@ -237,7 +238,9 @@ def _flatten_metrics(metrics: dict[str, Any]) -> tuple[list[Metric], list[Any]]:
                     hint="reduce it, or return Weighted(sum, weight), Sum or Last",
                 )
         described.append(Metric(name=name, kind=kind))
-        numbers.extend(jax.lax.stop_gradient(jnp.asarray(p, jnp.promote_types(jnp.result_type(p), "float32"))) for p in parts)
+        numbers.extend(
+            jax.lax.stop_gradient(jnp.asarray(p, jnp.promote_types(jnp.result_type(p), "float32"))) for p in parts
+        )
     return described, numbers
 
 

@@ -63,7 +63,7 @@ class Sums:
         return metrics
 
 
-def flatten_batch(problem: Problem, batch: Any, *, ragged: bool = False) -> tuple[list[np.ndarray], int]:
+def flatten_batch(problem: Problem, batch: Any, *, ragged: bool = False) -> tuple[list[Any], int]:
     """The batch's leaves in the problem's order, checked by name, and its number of rows.
 
     Raises:
@@ -71,9 +71,7 @@ def flatten_batch(problem: Problem, batch: Any, *, ragged: bool = False) -> tupl
     """
     leaves, treedef = jax.tree.flatten(batch)
     if treedef != problem.batch_treedef:
-        raise UsageError(
-            f"the batch has structure {treedef}, the program was compiled for {problem.batch_treedef}"
-        )
+        raise UsageError(f"the batch has structure {treedef}, the program was compiled for {problem.batch_treedef}")
     rows: int | None = None
     arrays = []
     for leaf, value in zip(problem.batch, leaves, strict=True):

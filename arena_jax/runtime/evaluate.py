@@ -56,7 +56,9 @@ class Evaluator:
         totals: dict[int, Any] = {}
         for s, (function, program) in enumerate(zip(compiled.functions, compiled.programs, strict=True)):
             stage, placement = function.stage, function.placement
-            leaves = [[self._leaf(arrays, units[v], s) for v in group] for group in (stage.params, stage.frozen, stage.state)]
+            leaves = [
+                [self._leaf(arrays, units[v], s) for v in group] for group in (stage.params, stage.frozen, stage.state)
+            ]
             shardings = self._batch_shardings(function, rows)
             rows_placed = jax.device_put([batch[i] for i in stage.batch_index], shardings)
             received = [jax.device_put(made[v], self._received_sharding(v, placement, rows)) for v in stage.received]
@@ -140,9 +142,7 @@ class Evaluator:
 
 def _program(function: StageFunction) -> Any:
     def run(params: Any, frozen: Any, state: Any, batch: Any, consts: Any, received: Any) -> Any:
-        inputs = StageInputs(
-            params=params, frozen=frozen, state=state, batch=batch, consts=consts, received=received
-        )
+        inputs = StageInputs(params=params, frozen=frozen, state=state, batch=batch, consts=consts, received=received)
         return function(inputs)
 
     return run

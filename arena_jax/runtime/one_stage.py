@@ -99,7 +99,14 @@ def make_step(problem: Problem, function: StageFunction, num_microbatches: int, 
     gradients = make_gradients(problem, function, num_microbatches)
     update = flat_update(problem, skip_nonfinite=skip_nonfinite)
 
-    def step(params: list[Any], frozen: list[Any], state: list[Any], optimizer: list[Any], consts: list[Any], batch: list[Any]) -> Any:
+    def step(
+        params: list[Any],
+        frozen: list[Any],
+        state: list[Any],
+        optimizer: list[Any],
+        consts: list[Any],
+        batch: list[Any],
+    ) -> Any:
         sums, numbers, state, metrics = gradients(params, frozen, state, consts, batch)
         params, optimizer = update(sums, numbers[1], numbers[0], optimizer, params)
         return params, frozen, state, optimizer, metrics
@@ -139,9 +146,7 @@ def make_gradients(problem: Problem, function: StageFunction, num_microbatches: 
         ]
 
     def accumulate(totals: list[Any], gradients: list[Any]) -> list[Any]:
-        return [
-            constrain(t + g.astype(t.dtype), s) for t, g, s in zip(totals, gradients, shardings, strict=True)
-        ]
+        return [constrain(t + g.astype(t.dtype), s) for t, g, s in zip(totals, gradients, shardings, strict=True)]
 
     def run(params: list[Any], frozen: list[Any], state: list[Any], consts: list[Any], batch: list[Any]) -> Any:
         if num_microbatches == 1:

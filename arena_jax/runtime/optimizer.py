@@ -14,17 +14,21 @@ from arena_jax.errors import ModelError
 Arrays = list[Any]
 
 
-def flat_update(problem: Problem, *, skip_nonfinite: bool) -> Callable[[Arrays, Any, Any, Arrays, Arrays], tuple[Arrays, Arrays]]:
+def flat_update(
+    problem: Problem, *, skip_nonfinite: bool
+) -> Callable[[Arrays, Any, Any, Arrays, Arrays], tuple[Arrays, Arrays]]:
     """Return ``update(gradient_sums, weight, loss_sum, optimizer_leaves, parameters)``.
 
     Gradients are sums over microbatches in the accumulation dtype; they are divided by ``weight``
     once and handed to optax in the parameters' dtypes. With ``skip_nonfinite`` a step whose loss or
     gradients are not finite leaves parameters and optimizer state as they were.
     """
-    params_treedef = problem.treedefs[PARAMS]
-    optimizer_treedef = jax.tree.structure(problem.optimizer_struct)
+    params_treedef: Any = problem.treedefs[PARAMS]
+    optimizer_treedef: Any = jax.tree.structure(problem.optimizer_struct)
 
-    def update(gradient_sums: Arrays, weight: Any, loss_sum: Any, optimizer: Arrays, params: Arrays) -> tuple[Arrays, Arrays]:
+    def update(
+        gradient_sums: Arrays, weight: Any, loss_sum: Any, optimizer: Arrays, params: Arrays
+    ) -> tuple[Arrays, Arrays]:
         gradients = [(g / weight.astype(g.dtype)).astype(p.dtype) for g, p in zip(gradient_sums, params, strict=True)]
         old_params = params_treedef.unflatten(params)
         old_optimizer = optimizer_treedef.unflatten(optimizer)
@@ -40,7 +44,9 @@ def flat_update(problem: Problem, *, skip_nonfinite: bool) -> Callable[[Arrays, 
             ) from error
         new_params = jax.tree.leaves(optax.apply_updates(old_params, updates))
         leaves = jax.tree.leaves(new_optimizer)
-        leaves = [new.astype(old.dtype) if new.dtype != old.dtype else new for new, old in zip(leaves, optimizer, strict=True)]
+        leaves = [
+            new.astype(old.dtype) if new.dtype != old.dtype else new for new, old in zip(leaves, optimizer, strict=True)
+        ]
         if skip_nonfinite:
             finite = jnp.isfinite(loss_sum)
             for g in gradients:
@@ -63,7 +69,9 @@ def check_optimizer(problem: Problem, loss_dtype: Any = "float32", *, skip_nonfi
     optimizer = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(problem.optimizer_struct)]
     scalar = jax.ShapeDtypeStruct((), loss_dtype)
     try:
-        return jax.make_jaxpr(flat_update(problem, skip_nonfinite=skip_nonfinite))(sums, scalar, scalar, optimizer, params)
+        return jax.make_jaxpr(flat_update(problem, skip_nonfinite=skip_nonfinite))(
+            sums, scalar, scalar, optimizer, params
+        )
     except (ModelError, KeyboardInterrupt):
         raise
     except Exception as error:
@@ -86,9 +94,7 @@ def optimizer_owners(problem: Problem, jaxpr: Any) -> tuple[int | None, ...]:
     for i in range(count):
         owner[gradients[i]] = owner[params[i]] = i
     outs = _flow(jaxpr, owner)
-    return tuple(
-        outs[count + k] if leaf.aval.shape else None for k, leaf in enumerate(optimizer)
-    )
+    return tuple(outs[count + k] if leaf.aval.shape else None for k, leaf in enumerate(optimizer))
 
 
 def _flow(jaxpr: Any, owner: dict[Any, int]) -> list[int | None]:
@@ -96,11 +102,19 @@ def _flow(jaxpr: Any, owner: dict[Any, int]) -> list[int | None]:
         owned = [(a.aval.size, owner[a]) for a in eqn.invars if not isinstance(a, _compat.Literal) and a in owner]
         if eqn.primitive.name in _compat.INLINED:
             body = _compat.inner_jaxpr(eqn)[0]
-            inner = {v: owner[a] for v, a in zip(body.invars, eqn.invars, strict=True) if not isinstance(a, _compat.Literal) and a in owner}
+            inner = {
+                v: owner[a]
+                for v, a in zip(body.invars, eqn.invars, strict=True)
+                if not isinstance(a, _compat.Literal) and a in owner
+            }
             outs = _flow(body, inner)
         elif eqn.primitive.name == "cond":
             body = _compat.open_jaxpr(eqn.params["branches"][-1])[0]
-            inner = {v: owner[a] for v, a in zip(body.invars, eqn.invars[1:], strict=True) if not isinstance(a, _compat.Literal) and a in owner}
+            inner = {
+                v: owner[a]
+                for v, a in zip(body.invars, eqn.invars[1:], strict=True)
+                if not isinstance(a, _compat.Literal) and a in owner
+            }
             outs = _flow(body, inner)
         else:
             best = max(owned, key=lambda pair: pair[0])[1] if owned else None

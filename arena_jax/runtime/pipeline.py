@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from arena_jax.compiler.problem import Problem
@@ -61,7 +60,8 @@ class Pipeline:
         sums = Sums(trace=trace)
         self._num_outputs = sums.num_outputs
         structs = [
-            jax.ShapeDtypeStruct((), trace.jaxpr.outvars[p].aval.dtype, sharding=self._home) for p in range(self._num_outputs)
+            jax.ShapeDtypeStruct((), trace.jaxpr.outvars[p].aval.dtype, sharding=self._home)
+            for p in range(self._num_outputs)
         ]
         finish = jax.jit(lambda totals: sums.finish(totals, num_microbatches), out_shardings=self._home)
         self._finish = finish.lower(structs).compile()
@@ -142,14 +142,17 @@ class Pipeline:
     def _combine(self, totals: list[list[Any]]) -> tuple[Metrics, Any, Any]:
         """The step's metrics, its loss sum and its weight, where the loss is computed."""
         by_position = {
-            p: value for s, programs in enumerate(self._stages) for p, value in zip(programs.positions, totals[s], strict=True)
+            p: value
+            for s, programs in enumerate(self._stages)
+            for p, value in zip(programs.positions, totals[s], strict=True)
         }
         gathered = jax.device_put([by_position[p] for p in range(self._num_outputs)], self._home)
         return self._finish(gathered), gathered[0], gathered[1]
 
     def _advance(self, state: State) -> tuple[list[list[Any]], list[list[Any]]]:
         """State of all microbatches where it depends on no data, per stage, and what it becomes."""
-        stacked, after = [], []
+        stacked: list[list[Any]] = []
+        after: list[list[Any]] = []
         for s, programs in enumerate(self._stages):
             if programs.advance is None:
                 stacked.append([])
@@ -167,7 +170,9 @@ class Pipeline:
             for consumer in self._consumers(var):
                 arrived[consumer, m, var] = jax.device_put(value, self._specs.at(var, consumer))
 
-    def _send_back(self, stage: int, m: int, back: Sequence[Any], returned: dict[tuple[int, Any], dict[int, Any]]) -> None:
+    def _send_back(
+        self, stage: int, m: int, back: Sequence[Any], returned: dict[tuple[int, Any], dict[int, Any]]
+    ) -> None:
         for var, value in zip(self._functions[stage].differentiable_received, back, strict=True):
             producer = self._producer[var]
             returned.setdefault((m, var), {})[stage] = jax.device_put(value, self._specs.at(var, producer))
@@ -215,9 +220,7 @@ class _BoundaryShardings:
     def __init__(self, stage_graph: StageGraph, placements: Sequence[StagePlacement]) -> None:
         self.consumers = {b.var: b.consumers for b in stage_graph.boundaries}
         self._shardings: dict[tuple[Any, int], Any] = {}
-        keys = {
-            var: f"{node.key}:{i}" for node in stage_graph.graph.nodes for i, var in enumerate(node.eqn.outvars)
-        }
+        keys = {var: f"{node.key}:{i}" for node in stage_graph.graph.nodes for i, var in enumerate(node.eqn.outvars)}
         rows = stage_graph.graph.trace.rows
         for boundary in stage_graph.boundaries:
             for stage in (boundary.producer, *boundary.consumers):

@@ -32,7 +32,9 @@ class StagePlacement:
     def gradient(self, name: str, shape: Sequence[int]) -> NamedSharding:
         """Gradients lie like parameters; from ZeRO-2 on they are also sharded over dp."""
         spec = self.parameter(name, shape).spec
-        return self.named(zero_spec(tuple(spec), shape, self.plan.dp)) if self.plan.zero >= 2 else self.named(tuple(spec))
+        return (
+            self.named(zero_spec(tuple(spec), shape, self.plan.dp)) if self.plan.zero >= 2 else self.named(tuple(spec))
+        )
 
     def optimizer(self, name: str, parameter_shape: Sequence[int], shape: Sequence[int]) -> NamedSharding:
         """Optimizer state of a parameter: like it where the shapes agree, sharded over dp from ZeRO-1 on."""
@@ -57,7 +59,9 @@ def place_stages(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tup
         hint = f"use a grid of at most {len(devices)} devices"
         if platform == "cpu":
             hint += f", or set jax_num_cpu_devices={needed} (or JAX_NUM_CPU_DEVICES={needed}) before jax starts"
-        raise UsageError(f"the plan for {plan.grid} needs {needed} devices, jax has {len(devices)} ({platform})", hint=hint)
+        raise UsageError(
+            f"the plan for {plan.grid} needs {needed} devices, jax has {len(devices)} ({platform})", hint=hint
+        )
     placements = []
     for stage, numbers in zip(plan.stages, plan.device_numbers, strict=True):
         grid = np.array([devices[i] for i in numbers]).reshape(stage.dp, stage.tp)

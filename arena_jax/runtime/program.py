@@ -35,7 +35,7 @@ from arena_jax.runtime.one_stage import OneStage
 from arena_jax.runtime.optimizer import check_optimizer, optimizer_owners
 from arena_jax.runtime.pipeline import Pipeline
 from arena_jax.runtime.placement import StagePlacement, place_stages
-from arena_jax.runtime.stage_function import StageFunction, make_stage_function
+from arena_jax.runtime.stage_function import make_stage_function
 from arena_jax.runtime.update import Home, Slot, SplitUpdate, split_update
 
 
@@ -162,7 +162,9 @@ def compile_program(
     split = None
     if len(placements) > 1:
         num_optimizer = len(problem.optimizer_names)
-        split = split_update(update_jaxpr, homes, num_optimizer, loss_stage(stage_graph), len(placements), trace.weighted)
+        split = split_update(
+            update_jaxpr, homes, num_optimizer, loss_stage(stage_graph), len(placements), trace.weighted
+        )
     owners = optimizer_owners(problem, update_jaxpr.jaxpr)
     layout = _layout(problem, stage_graph, placements, homes, owners, split)
     engine: Engine
@@ -177,7 +179,9 @@ def compile_program(
 def check_plan(problem: Problem, plan: Plan) -> None:
     """Raise :class:`PlanError` when a plan was made for another batch."""
     if plan.global_batch != problem.global_batch:
-        raise PlanError(f"the plan is for a global batch of {plan.global_batch}, the problem has {problem.global_batch}")
+        raise PlanError(
+            f"the plan is for a global batch of {plan.global_batch}, the problem has {problem.global_batch}"
+        )
 
 
 def cut_by_plan(trace: Trace, plan: Plan) -> tuple[StageGraph, dict[int, Any]]:
@@ -225,7 +229,9 @@ def _parameter_homes(problem: Problem, stage_graph: StageGraph) -> list[Home]:
             found.setdefault(unit.leaf, {}).setdefault((unit.start, unit.stop), stage.index)
     homes: list[Home] = []
     for i in range(len(problem.of_kind(PARAMS))):
-        slots = sorted((Slot(stage, start, stop) for (start, stop), stage in found[i].items()), key=lambda s: s.start or 0)
+        slots = sorted(
+            (Slot(stage, start, stop) for (start, stop), stage in found[i].items()), key=lambda s: s.start or 0
+        )
         homes.append(tuple(slots))
     return homes
 

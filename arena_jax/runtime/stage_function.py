@@ -77,7 +77,7 @@ class StageFunction:
         return [env[v] for v in stage.sent], outputs
 
     def _run_rematerialised(self, emitter: Emitter, env: dict[Any, Any]) -> None:
-        wanted: set[Any] = {a for a in self.stage.sent}
+        wanted: set[Any] = set(self.stage.sent)
         wanted |= {self.trace.jaxpr.outvars[p] for p in self.stage.outputs if _is_var(self.trace.jaxpr.outvars[p])}
         later: list[set[Any]] = []
         for segment in reversed(self.segments):
@@ -88,7 +88,9 @@ class StageFunction:
             ins = list(dict.fromkeys(a for n in segment for a in n.eqn.invars if _is_var(a) and a not in made))
             outs = [v for n in segment for v in n.eqn.outvars if v in used_later]
 
-            def run(values: list[Any], segment: tuple[Node, ...] = segment, ins: list[Any] = ins, outs: list[Any] = outs) -> list[Any]:
+            def run(
+                values: list[Any], segment: tuple[Node, ...] = segment, ins: list[Any] = ins, outs: list[Any] = outs
+            ) -> list[Any]:
                 inner = dict(zip(ins, values, strict=True))
                 emitter.run([(n.key, n.eqn) for n in segment], inner)
                 return [inner[v] for v in outs]
@@ -125,4 +127,7 @@ def _is_var(atom: Any) -> bool:
 
 
 def _read(atom: Any, env: Mapping[Any, Any]) -> Any:
-    return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, _compat.Literal) else env[atom]
+    if not isinstance(atom, _compat.Literal):
+        return env[atom]
+    aval: Any = atom.aval
+    return jnp.asarray(atom.val, aval.dtype)

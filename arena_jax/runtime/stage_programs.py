@@ -125,9 +125,7 @@ class StagePrograms:
             jax.device_put(np.asarray(m, np.int32), placement.replicated) for m in range(num_microbatches)
         ]
         self.positions = [p for p in function.stage.outputs if p < self._sums.num_outputs]
-        self.gradient_shardings = [
-            placement.gradient(_leaf_name(e.name), e.shape) for e in layout.params
-        ]
+        self.gradient_shardings = [placement.gradient(_leaf_name(e.name), e.shape) for e in layout.params]
         self._gradient_structs = [
             jax.ShapeDtypeStruct(e.shape, problem.accumulation_dtype(e.dtype), sharding=s)
             for e, s in zip(layout.params, self.gradient_shardings, strict=True)
@@ -141,13 +139,22 @@ class StagePrograms:
         self.pool_structs = self._pool_structs(advanced, batch_structs)
         is_last = not self.function.stage.sent
         self.both = self._compile_both() if is_last else None
-        self.forward, self.backward = (None, None) if is_last else self._compile_pair()
+        self.forward: Any = None
+        self.backward: Any = None
+        if not is_last:
+            self.forward, self.backward = self._compile_pair()
 
     # The pool: everything a microbatch's forward takes, in one flat list.
 
     def pool(
-        self, params: Sequence[Any], frozen: Sequence[Any], dependent: Sequence[Any], advanced: Sequence[Any],
-        constant: Sequence[Any], batch: Sequence[Any], received: Sequence[Any],
+        self,
+        params: Sequence[Any],
+        frozen: Sequence[Any],
+        dependent: Sequence[Any],
+        advanced: Sequence[Any],
+        constant: Sequence[Any],
+        batch: Sequence[Any],
+        received: Sequence[Any],
     ) -> list[Any]:
         return [*params, *frozen, *dependent, *advanced, *constant, *self.consts, *batch, *received]
 
@@ -245,13 +252,16 @@ class StagePrograms:
         def run(params: list[Any], floats: list[Any]) -> tuple[list[Any], Any]:
             given = iter(floats)
             received = [
-                next(given) if is_differentiable(v) else x
-                for v, x in zip(stage.received, inputs.received, strict=True)
+                next(given) if is_differentiable(v) else x for v, x in zip(stage.received, inputs.received, strict=True)
             ]
             sent, outputs = self.function(
                 StageInputs(
-                    params=params, frozen=inputs.frozen, state=inputs.state, batch=inputs.batch,
-                    consts=inputs.consts, received=received,
+                    params=params,
+                    frozen=inputs.frozen,
+                    state=inputs.state,
+                    batch=inputs.batch,
+                    consts=inputs.consts,
+                    received=received,
                 )
             )
             smooth = [x for v, x in zip(stage.sent, sent, strict=True) if is_differentiable(v)]
@@ -271,7 +281,9 @@ class StagePrograms:
         first = self._sums.num_outputs
         return [first + state_leaves.index(leaf_of[self.function.stage.state[p]]) for p in self.roles.dependent]
 
-    def _pull_back(self, closure: Any, cotangents: list[list[Any]], gradients: list[Any]) -> tuple[list[Any], list[Any]]:
+    def _pull_back(
+        self, closure: Any, cotangents: list[list[Any]], gradients: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
         """Add this microbatch's gradients; return the cotangents of what was received."""
         summed = [sum(parts[1:], parts[0]) for parts in cotangents]
         if 0 in self.function.stage.outputs:

@@ -89,7 +89,8 @@ class UpdateProgram:
 
         def need(value: Value) -> Any:
             if value not in known:
-                assert value.maker is not None and value.maker.run is not None
+                assert value.maker is not None
+                assert value.maker.run is not None
                 made = value.maker.run([need(v) for v in value.maker.inputs])
                 known.update(zip(value.maker.outputs, made, strict=True))
             return known[value]
@@ -170,9 +171,7 @@ def inline_selecting(jaxpr: Any, consts: list[Any], args: list[Any]) -> list[Any
             body, body_consts = _compat.inner_jaxpr(eqn)
             outs = inline_selecting(body, body_consts, values)
         elif name == "cond":
-            branches = [
-                inline_selecting(*_compat.open_jaxpr(branch), values[1:]) for branch in eqn.params["branches"]
-            ]
+            branches = [inline_selecting(*_compat.open_jaxpr(branch), values[1:]) for branch in eqn.params["branches"]]
             which = jnp.clip(values[0], 0, len(branches) - 1)
             which = which.astype(bool) if len(branches) == 2 else which
             outs = [lax.select_n(jnp.broadcast_to(which, jnp.shape(c[0])), *c) for c in zip(*branches, strict=True)]
@@ -192,7 +191,9 @@ def inline_flat(function: Callable[..., list[Any]], args: list[Any]) -> list[Any
 class _Placer:
     """One pass over the equations."""
 
-    def __init__(self, flat: Any, parameter_homes: Sequence[Home], optimizer_homes: Sequence[Home], scalar_homes: Sequence[Home]):
+    def __init__(
+        self, flat: Any, parameter_homes: Sequence[Home], optimizer_homes: Sequence[Home], scalar_homes: Sequence[Home]
+    ):
         self.parameter_homes = tuple(parameter_homes)
         self.moved: dict[tuple[Value, int], Value] = {}
         jaxpr = flat.jaxpr
@@ -226,8 +227,12 @@ class _Placer:
 
     def finish(self, optimizer_homes: Sequence[Home], num_stages: int) -> SplitUpdate:
         results: dict[Any, Value] = {}
-        pairs = [("parameter", i, v, h) for i, (v, h) in enumerate(zip(self.new_params, self.parameter_homes, strict=True))]
-        pairs += [("optimizer", i, v, h) for i, (v, h) in enumerate(zip(self.new_optimizer, optimizer_homes, strict=True))]
+        pairs = [
+            ("parameter", i, v, h) for i, (v, h) in enumerate(zip(self.new_params, self.parameter_homes, strict=True))
+        ]
+        pairs += [
+            ("optimizer", i, v, h) for i, (v, h) in enumerate(zip(self.new_optimizer, optimizer_homes, strict=True))
+        ]
         for kind, i, value, home in pairs:
             for slot in home:
                 stages = range(num_stages) if slot.stage is None else (slot.stage,)
@@ -246,7 +251,8 @@ class _Placer:
             return Value(tuple(aval.shape), aval.dtype, home[0].stage, input_key=(*key, home[0]))
         parts = []
         for slot in home:
-            assert slot.start is not None and slot.stop is not None
+            assert slot.start is not None
+            assert slot.stop is not None
             shape = (slot.stop - slot.start, *aval.shape[1:])
             parts.append((Value(shape, aval.dtype, slot.stage, input_key=(*key, slot)), slot.start, slot.stop))
         return _Pieces(0, tuple(parts))
@@ -258,7 +264,9 @@ class _Placer:
     def _read(self, atom: Any) -> Value | _Pieces:
         return self._constant(atom.val) if isinstance(atom, _compat.Literal) else self.env[atom]
 
-    def _operation(self, stage: int | None, run: Any, inputs: list[Value], results: list[tuple[Any, Any]]) -> list[Value]:
+    def _operation(
+        self, stage: int | None, run: Any, inputs: list[Value], results: list[tuple[Any, Any]]
+    ) -> list[Value]:
         operation = Operation(stage, run, inputs)
         operation.outputs = [Value(tuple(shape), dtype, stage, maker=operation) for shape, dtype in results]
         return operation.outputs
@@ -339,16 +347,13 @@ class _Placer:
             where = [i for i, dim in enumerate(dims) if factor in dim]
             if not where:
                 whole = self._whole(value)
-                columns.append([self._at(whole, part.stage) if whole.stage is not None else whole for part, _, _ in lead.parts])
+                columns.append(
+                    [self._at(whole, part.stage) if whole.stage is not None else whole for part, _, _ in lead.parts]
+                )
             elif dims[where[0]] != (factor,):
                 return None
             else:
-                columns.append(
-                    [
-                        self._at(self._part(value, where[0], a, b), p.stage)
-                        for p, a, b in lead.parts
-                    ]
-                )
+                columns.append([self._at(self._part(value, where[0], a, b), p.stage) for p, a, b in lead.parts])
         made = [
             self._run_piece(eqn, rule, factor, [column[k] for column in columns], part.stage, stop - start)
             for k, (part, start, stop) in enumerate(lead.parts)
@@ -365,7 +370,9 @@ class _Placer:
                 out.append(self._combine(pieces, rule.reduced[factor]))
         return out
 
-    def _run_piece(self, eqn: Any, rule: Any, factor: int, inputs: list[Value], stage: int | None, size: int) -> list[Value]:
+    def _run_piece(
+        self, eqn: Any, rule: Any, factor: int, inputs: list[Value], stage: int | None, size: int
+    ) -> list[Value]:
         shapes = []
         for dims, var in zip(rule.results, eqn.outvars, strict=True):
             shape = list(var.aval.shape)
@@ -396,7 +403,9 @@ class _Placer:
         return self._operation(stage, run, inputs, [(pieces[0].shape, pieces[0].dtype)])[0]
 
 
-def _assemble(results: dict[Any, Value], parameter_homes: tuple[Home, ...], optimizer_homes: tuple[Home, ...]) -> SplitUpdate:
+def _assemble(
+    results: dict[Any, Value], parameter_homes: tuple[Home, ...], optimizer_homes: tuple[Home, ...]
+) -> SplitUpdate:
     """Group the operations that the results need into programs by depth and stage."""
     depth: dict[Value, int] = {}
     grouped: dict[tuple[int, int], list[Operation]] = {}
@@ -471,7 +480,9 @@ def _in_order(values: Any) -> list[Value]:
     return order
 
 
-def _external_inputs(operations: Sequence[Operation], made_in: dict[Value, tuple[int, int]], key: tuple[int, int]) -> list[Value]:
+def _external_inputs(
+    operations: Sequence[Operation], made_in: dict[Value, tuple[int, int]], key: tuple[int, int]
+) -> list[Value]:
     """What a program takes in: inputs of the step, and values of other programs or transfers."""
     found: dict[Value, None] = {}
     pending = [v for op in operations for v in op.inputs]

@@ -40,7 +40,9 @@ class UpdateRunner:
         self._add = jax.jit(lambda a, b: a + b, donate_argnums=0)
         self._compiled = self._compile()
 
-    def __call__(self, state: State, gradients: Sequence[Sequence[Any]], weight: Any, loss: Any) -> tuple[list[list[Any]], list[Any]]:
+    def __call__(
+        self, state: State, gradients: Sequence[Sequence[Any]], weight: Any, loss: Any
+    ) -> tuple[list[list[Any]], list[Any]]:
         """Return new parameters per stage (copies included) and the new optimizer arrays."""
         arrays: dict[tuple[Value, int], Any] = {}
         inputs = self._inputs(state, gradients, weight, loss)
@@ -94,7 +96,8 @@ class UpdateRunner:
 
     def _transfer(self, value: Value, arrays: dict[tuple[Value, int], Any], inputs: dict[Key, Any]) -> Any:
         """Copy a value from the stage that made it; its program has run, for depths only grow."""
-        assert value.maker is not None and value.maker.run is None
+        assert value.maker is not None
+        assert value.maker.run is None
         (source,) = value.maker.inputs
         assert source.stage is not None
         return jax.device_put(self._input(source, source.stage, arrays, inputs), self._transferred[value])
@@ -138,7 +141,12 @@ class UpdateRunner:
                         if kind in ("weight", "loss")
                         else known[kind, leaf, Slot(program.stage, slot.start, slot.stop)]
                     )
-                    if kind in ("parameter", "optimizer") and slot.stage is not None and uses[value] == 1 and value not in kept:
+                    if (
+                        kind in ("parameter", "optimizer")
+                        and slot.stage is not None
+                        and uses[value] == 1
+                        and value not in kept
+                    ):
                         donated.append(i)
                 else:
                     sharding = shardings[value, program.stage]

@@ -45,7 +45,9 @@ class Case:
     @property
     def key(self) -> str:
         layout = "+".join(f"{dp}x{tp}" for _, dp, tp in self.stages)
-        extra = f" zero{self.zero}" * bool(self.zero) + " remat" * self.remat + f" {self.variation}" * bool(self.variation)
+        extra = (
+            f" zero{self.zero}" * bool(self.zero) + " remat" * self.remat + f" {self.variation}" * bool(self.variation)
+        )
         return f"{self.model} {self.precision} {self.grid}/s{len(self.stages)} {layout} M{self.num_microbatches}{extra}"
 
 

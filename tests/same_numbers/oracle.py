@@ -86,7 +86,11 @@ def train(
 
         (total, (weight, after)), gradient = jax.value_and_grad(loss, has_aux=True)(params)
         frozen = nnx.filter_state(rest, nnx.Param)
-        after = jax.tree.map(lambda new, old: new.astype(old.dtype) if new.dtype != old.dtype else new, after, nnx.filter_state(rest, nnx.Not(nnx.Param)))
+        after = jax.tree.map(
+            lambda new, old: new.astype(old.dtype) if new.dtype != old.dtype else new,
+            after,
+            nnx.filter_state(rest, nnx.Not(nnx.Param)),
+        )
         return total, weight, gradient, nnx.merge_state(frozen, after)
 
     @jax.jit
@@ -102,14 +106,15 @@ def train(
         size = rows // num_microbatches
         totals, weights, gradients = [], [], None
         for m in range(num_microbatches):
-            part = jax.tree.map(lambda x, m=m: x[m * size : (m + 1) * size] if np.ndim(x) else x, batch)
+            part = jax.tree.map(lambda x, m=m, size=size: x[m * size : (m + 1) * size] if np.ndim(x) else x, batch)
             total, weight, gradient, rest = microbatch(params, rest, part)
             gradient = jax.tree.map(lambda g: g.astype(jnp.promote_types(accumulation_dtype, g.dtype)), gradient)
             gradients = gradient if gradients is None else jax.tree.map(jnp.add, gradients, gradient)
             totals.append(float(total))
             weights.append(float(weight))
-        mean = jax.tree.map(lambda g, p: (g / sum(weights)).astype(p.dtype), gradients, params)
+        weight = sum(weights)
+        mean = jax.tree.map(lambda g, p, weight=weight: (g / weight).astype(p.dtype), gradients, params)
         first = first or named(mean)
-        losses.append(sum(totals) / sum(weights))
+        losses.append(sum(totals) / weight)
         params, state = update(params, state, mean)
     return Run(losses=losses, first_gradient=first, parameters=named(params))

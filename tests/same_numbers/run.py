@@ -76,7 +76,9 @@ def setup(model: str, variation: str, precision_name: str) -> Setup:
     if variation == "clip":
         optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))
     elif variation == "multisteps":
-        optimizer = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-3)), 2).gradient_transformation()
+        optimizer = optax.MultiSteps(
+            optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-3)), 2
+        ).gradient_transformation()
     elif variation == "apply_if_finite":
         optimizer = optax.apply_if_finite(optax.adamw(1e-3), 3)
     elif variation == "masked":
