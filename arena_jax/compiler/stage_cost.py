@@ -7,6 +7,7 @@ that any number of microbatches and any run of layers is a sum over prefixes.
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
@@ -46,13 +47,20 @@ def layer_work(graph: Graph, layers: Layers, sharding: Sharding) -> LayerWork:
     shares = _node_shares(graph, layers)
     works = [Work() for _ in range(layers.num_layers)]
     first_layer: dict[int, dict[int, float]] = {}
+    # Casts and views of parameters may stand far from their use: the layer that uses one holds it.
+    leaves_of: dict[Any, set[int]] = {var: {unit.leaf} for var, unit in graph.units.items()}
     for index, node in enumerate(graph.nodes):
         for layer, share in shares[index]:
             works[layer].merge(sharding.works[index], share)
+        used: set[int] = set()
         for atom in node.eqn.invars:
-            unit = None if isinstance(atom, _compat.Literal) else graph.units.get(atom)
-            if unit is not None:
-                first_layer.setdefault(unit.leaf, dict(shares[index]))
+            if not isinstance(atom, _compat.Literal):
+                used |= leaves_of.get(atom, set())
+        if node.placed:
+            for leaf_number in used:
+                first_layer.setdefault(leaf_number, dict(shares[index]))
+        elif used:
+            leaves_of.update(dict.fromkeys(node.eqn.outvars, used))
     held = np.zeros((2, layers.num_layers))
     for leaf_number, leaf in enumerate(graph.trace.leaves):
         if leaf.kind == STATE:
