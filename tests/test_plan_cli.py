@@ -61,7 +61,8 @@ def plan(folder: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_every_grid_of_every_allocation(plan) -> None:
     code, report, lines, _ = plan("tiny.yaml", "--on", "cpu:2", "--on", "a100:4")
-    assert code == 0 and report.keys() == KEYS
+    assert code == 0
+    assert report.keys() == KEYS
     assert (report["model"], report["global_batch"]) == ("tiny", 8)
     grids = {grid["grid"]: grid for grid in report["grids"]}
     assert list(grids) == ["cpu:2/s1", "cpu:2/s2", *(f"a100-40:4/s{n}" for n in (1, 2, 3, 4))]
@@ -69,7 +70,8 @@ def test_every_grid_of_every_allocation(plan) -> None:
         assert grid.keys() == GRID_KEYS
         assert grid["feasible"] != bool(grid["reason"])
         if not grid["feasible"]:
-            assert grid["plan_id"] is None and grid["step_time_s"] is None
+            assert grid["plan_id"] is None
+            assert grid["step_time_s"] is None
             continue
         assert grid["memory_bytes"] <= grid["device_memory_bytes"]
         assert grid["tokens_or_samples_per_s"] * grid["step_time_s"] == pytest.approx(8 * 16)
@@ -138,7 +140,8 @@ def test_remeasured_cpu_is_planned_anew(plan, monkeypatch: pytest.MonkeyPatch) -
     fast, slow, again = measured(1), measured(0.1), measured(1)
     assert slow["num_programs_solved"] > 0
     assert slow["grids"][0]["step_time_s"] > 2 * fast["grids"][0]["step_time_s"]
-    assert again["num_programs_solved"] == 0 and again["grids"] == fast["grids"]
+    assert again["num_programs_solved"] == 0
+    assert again["grids"] == fast["grids"]
 
 
 def test_coupled_samples_share_one_number_of_microbatches(plan) -> None:
@@ -158,7 +161,8 @@ def test_saved_plans_train(plan, folder: Path, capsys: pytest.CaptureFixture[str
     assert [p.plan_id for p in saved.values()] == [grid["plan_id"] for grid in report["grids"]]
     code = main(["train", "tiny.yaml", "--plan", "plans/tiny-cpu-1x2-s2.json", "--json"])
     trained = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert code == 0 and trained["steps"] == 2
+    assert code == 0
+    assert trained["steps"] == 2
     assert (trained["grid"], trained["plan_id"]) == ("cpu:2/s2", saved["tiny-cpu-1x2-s2.json"].plan_id)
 
 
@@ -166,9 +170,11 @@ def test_nothing_fits(plan) -> None:
     """Exit code 3, the bytes that are missing, and a change that really fits."""
     code, report, lines, err = plan("tiny.yaml", *HUGE, "plan.zero=0", "--on", "t4:1")
     assert code == 3
-    assert report["best"] == {} and report.keys() == KEYS | {"error"}
+    assert report["best"] == {}
+    assert report.keys() == KEYS | {"error"}
     (grid,) = report["grids"]
-    assert not grid["feasible"] and "GiB too much" in grid["reason"]
+    assert not grid["feasible"]
+    assert "GiB too much" in grid["reason"]
     assert all(len(line) <= 80 for line in lines)
     missing = grid["memory_bytes"] - grid["device_memory_bytes"]
     assert missing > 0
@@ -177,9 +183,18 @@ def test_nothing_fits(plan) -> None:
     assert plan("tiny.yaml", *HUGE, "plan.zero=0", "--on", named)[0] == 0
 
 
+def test_pins_that_nothing_satisfies(plan) -> None:
+    code, report, _, _ = plan("tiny.yaml", "plan.dp=8", "--on", "cpu:4")
+    assert code == 3
+    assert "pinned dp 8 forms no submesh" in report["error"]["message"]
+    assert report["error"]["hint"] == "it fits with no plan.dp"
+    assert plan("tiny.yaml", "--on", "cpu:4")[0] == 0
+
+
 def test_one_allocation_that_fits_is_enough(plan) -> None:
     code, report, _, _ = plan("tiny.yaml", *HUGE, "--on", "t4:1", "--on", "h100:1")
-    assert code == 0 and list(report["best"]) == ["h100-sxm:1"]
+    assert code == 0
+    assert list(report["best"]) == ["h100-sxm:1"]
 
 
 @pytest.mark.parametrize(
@@ -205,8 +220,16 @@ def test_planning_materialises_nothing(plan) -> None:
     """760 M parameters, on hardware that is not here."""
     before = sum(array.nbytes for array in jax.live_arrays())
     code, report, _, _ = plan("bert_760m", "plan.tp=1", "--on", "a100:2x8/s2")
-    assert code == 0 and report["num_parameters"] > 7e8
+    assert code == 0
+    assert report["num_parameters"] > 7e8
     assert sum(array.nbytes for array in jax.live_arrays()) - before < 1e6
+
+
+def test_a_store_that_cannot_be_used_costs_only_time(plan, folder: Path) -> None:
+    (folder / "home").write_text("a file where the folder of caches should be")
+    code, report, _, _ = plan("tiny.yaml", "--on", "a100:2/s1")
+    assert code == 0
+    assert report["num_programs_solved"] > 0
 
 
 def test_plan_ls(plan, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +247,8 @@ def test_plan_ls(plan, folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert plan("ls", "another")[1] == {"rows": []}
     main(["plan", "ls", "tiny"])
     text = capsys.readouterr().out
-    assert "tiny, global batch 8\n" in text and "tiny, global batch 8, plan.zero=0\n" in text
+    assert "tiny, global batch 8\n" in text
+    assert "tiny, global batch 8, plan.zero=0\n" in text
     assert re.search(r"^a100-40:4 +\d", text, re.M)
 
 

@@ -13,7 +13,7 @@ from arena_jax import home
 from arena_jax.cli import console
 from arena_jax.cli.plan_ls import command as ls_command
 from arena_jax.errors import EXIT_INFEASIBLE, InfeasibleError
-from arena_jax.grid import Allocation, GridShape, IndexRow, PlanIndex, PlanStore
+from arena_jax.grid import Allocation, GridShape, IndexRow, PlanIndex
 
 if TYPE_CHECKING:
     from arena_jax.compiler import Constraints
@@ -135,14 +135,14 @@ def save_plans(folder: Path, name: str, index: PlanIndex) -> None:
 def _search(job: "Job") -> "tuple[StoredSearch, Constraints]":
     from arena_jax.compiler import make_problem
     from arena_jax.compiler.stored import StoredSearch
-    from arena_jax.planner import constraints_of
+    from arena_jax.planner import constraints_of, plan_store
 
     problem = make_problem(
         job.make_model, job.optimizer, job.loss_fn, job.example_batch, precision=job.precision, seed=job.seed
     )
     # The targets say the numbers of stages.
     constraints = replace(constraints_of(job.recipe.plan), stages=None)
-    return StoredSearch(problem, PlanStore(home.plan_index()), name=job.name), constraints
+    return StoredSearch(problem, plan_store(), name=job.name), constraints
 
 
 def _how(index: PlanIndex) -> str:
@@ -163,13 +163,19 @@ def _nothing_fits(
         return row.least_memory_bytes - hardware_of(row.grid.allocation).usable_bytes
 
     short = [row for row in index if row.least_memory_bytes is not None]
-    if not short:
-        row = next(iter(index))
-        return InfeasibleError(f"no plan fits: {row.grid}: {row.reason}", hint="change the pins or the batch")
-    row = min(short, key=misses)
+    row = min(short, key=misses) if short else next(iter(index))
     console.note("looking for what would fit")
-    fits = nearest_fits(search, row.grid.allocation, constraints=constraints, num_microbatches=num_microbatches)
+    fits = nearest_fits(
+        search,
+        row.grid.allocation,
+        constraints=constraints,
+        num_microbatches=num_microbatches,
+        grow=bool(short),
+    )
+    if not short:
+        hint = f"it fits with {fits[0]}" if fits else "change the batch, or plan for other numbers of devices"
+        return InfeasibleError(f"no plan fits; {row.grid}: {row.reason}", hint=hint)
     return InfeasibleError(
         f"no plan fits; {row.grid} comes closest and misses {misses(row):,} bytes a device: {row.reason}",
-        hint=f"it fits with {', or on '.join(fits)}" if fits else "use a type with more memory, or a smaller model",
+        hint=f"it fits with {' or '.join(fits)}" if fits else "use a type with more memory, or a smaller model",
     )

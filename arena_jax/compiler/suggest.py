@@ -1,5 +1,6 @@
 """When nothing fits: the nearest changes that would."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -8,7 +9,9 @@ from arena_jax.compiler.stored import StoredSearch
 from arena_jax.grid import CATALOGUE, Allocation, Catalogue, PlanIndex
 
 # An allocation this many times as large is no near change any more.
-_MAX_GROWTH = 64
+_MAX_GROWTH = 4
+# Nobody waits longer for a hint; what was not tried by then is not.
+_PATIENCE_S = 20.0
 
 
 def nearest_fits(
@@ -31,12 +34,17 @@ def nearest_fits(
         Up to two phrases, such as ``plan.zero=search`` and ``a100-40:2x8``; empty when nothing tried fits.
     """
     batch = search.problem.global_batch
+    patience = time.monotonic() + _PATIENCE_S
     found = []
     for words, pins, microbatches in _freer(constraints, num_microbatches, batch):
+        if time.monotonic() > patience:
+            break
         if _fits(search.plan([allocation], constraints=pins, num_microbatches=microbatches)):
             found.append(words)
             break
     for larger in _larger(allocation, catalogue) if grow else ():
+        if time.monotonic() > patience + _PATIENCE_S:
+            break
         if constraints.stages is not None and constraints.stages > larger.num_devices:
             continue
         if _fits(search.plan([larger], constraints=constraints, num_microbatches=num_microbatches)):
