@@ -45,7 +45,7 @@ class RestartCosts:
 
     def by_cause(self) -> np.ndarray:
         """Seconds indexed by cause number."""
-        return np.array([getattr(self, name) for name in CAUSES])
+        return np.array([float(getattr(self, name)) for name in CAUSES])
 
 
 def cause_of(old: int, new: int, type_of: np.ndarray, num_devices: np.ndarray, *, started: bool, failed: bool) -> int:

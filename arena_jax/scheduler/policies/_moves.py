@@ -150,23 +150,38 @@ class Moves:
         )
         loss = np.where(possible, worth[:, None] - self.value[pool], np.inf)
         freed = has[:, None] - np.where(same, self.devices, 0)[None, :]
+        room_for = room[self.types]
+        one = _one_victim(loss, freed, short)
         per_device = loss / np.minimum(np.maximum(freed, 1), short)
         option = per_device.argmin(axis=1)
         each = np.arange(len(pool))
         order = np.argsort(per_device[each, option], kind="stable")
+        # Whoever alone frees enough at the least loss is the answer to beat.
+        limit = gain if one is None else min(gain, float(loss[one]))
         chosen: list[tuple[int, int]] = []
         lost, got = 0.0, 0
         for i in order:
             to = int(option[i])
             if to != self.none and self.types[to] != k:
-                if self.devices[to] > room[self.types[to]]:
+                if self.devices[to] > room_for[to]:
                     continue
-                room[self.types[to]] -= self.devices[to]
+                room_for = np.where(self.types == self.types[to], room_for - self.devices[to], room_for)
             lost += float(loss[i, to])
-            if lost >= gain - _EPS:
-                return None
+            if lost >= limit - _EPS:
+                break
             got += int(freed[i, to])
             chosen.append((int(pool[i]), to))
             if got >= short:
                 return chosen
+        if one is not None and float(loss[one]) < gain - _EPS:
+            return [(int(pool[one[0]]), int(one[1]))]
         return None
+
+
+def _one_victim(loss: np.ndarray, freed: np.ndarray, short: int) -> tuple[int, int] | None:
+    """The (victim, option) of least loss that frees enough by itself."""
+    if not loss.size:
+        return None
+    alone = np.where(freed >= short, loss, np.inf)
+    victim, option = divmod(int(alone.argmin()), loss.shape[1])
+    return (victim, option) if np.isfinite(alone[victim, option]) else None

@@ -76,18 +76,24 @@ class Arena:
         starts = [jobs.column]
         if num_jobs <= _SECOND_START:
             starts.append(wanted(self._prices, value, jobs.column, fixed, view))
-        found = [self._improve(start, value, fixed, view, scale) for start in starts]
+        found = [self._improve(start, value, fixed, view) for start in starts]
         best = max(found, key=lambda moves: moves.total)
         chosen = np.where(best.column == best.none, -1, best.column)
         return Decision(chosen, self._wake(jobs, now, chosen))
 
-    def _improve(self, start: np.ndarray, value: np.ndarray, fixed: np.ndarray, view: View, scale: float) -> Moves:
+    @staticmethod
+    def effort(num_jobs: int) -> tuple[int, int]:
+        """Passes and proposals in each: as many as keep a decision short."""
+        return (3 if num_jobs <= 2000 else 2), max(10, min(200, 12000 // num_jobs))
+
+    def _improve(self, start: np.ndarray, value: np.ndarray, fixed: np.ndarray, view: View) -> Moves:
         columns = view.columns
         assert self._prices is not None
         free = view.capacity - columns.usage(start)
         moves = Moves(value, start, columns.type_of, columns.num_devices, free, fixed)
-        for _ in range(3 if len(value) <= 2000 else 2):
-            proposed = moves.propose(self._prices, max(10, int(40 / scale)), 0.02)
+        passes, most = self.effort(len(value))
+        for _ in range(passes):
+            proposed = moves.propose(self._prices, most, 0.02)
             filled = moves.fill()
             if not (proposed or filled):
                 break
