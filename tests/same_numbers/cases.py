@@ -104,7 +104,7 @@ VARIATIONS = (
     "clip",
     "scan",
     "model-remat",
-    "tied",
+    "untied",
     "frozen",
     "weighted",
     "multisteps",

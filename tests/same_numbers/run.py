@@ -62,7 +62,7 @@ def setup(model: str, variation: str, precision_name: str) -> Setup:
         "dropout": ["model.dropout=0.1"],
         "scan": ["model.scan_layers=true"],
         "model-remat": ["model.remat=true"],
-        "tied": ["model.tied_embedding=true"],
+        "untied": ["model.tie_embeddings=false"],
     }
     overrides += model_overrides.get(variation, [])
     precision = precision_of(precision_name)
