@@ -34,6 +34,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(NUM_CPU_DEVICES),
         "JAX_NUMPY_RANK_PROMOTION": "raise",
+        # Cheaper passes of XLA: programs here run a few times only, and compile twice as fast.
+        "XLA_FLAGS": os.environ.get(
+            "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        ),
         # Started processes run this checkout, installed or not.
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
