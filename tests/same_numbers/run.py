@@ -17,6 +17,7 @@ from arena_jax.grid import GridShape, Plan, Precision
 from arena_jax.job import Job, build
 from arena_jax.recipe import load_recipe
 from arena_jax.runtime import Program, compile_program
+from arena_jax.runtime.layout import leaf_names
 from arena_jax.values import Weighted
 from tests.same_numbers.cases import GLOBAL_BATCH, SMALL, Case
 from tests.same_numbers.oracle import Run, name_of, perturbation, train
@@ -157,14 +158,28 @@ def compiled(case: Case) -> Program:
     return compile_program(setup(case.model, case.variation, case.precision).problem, make_plan(case))
 
 
-def perturbed_state(program: Program) -> Any:
-    """The initial state with the oracle's noise on every trainable parameter."""
-    tree = program.save_tree(program.init())
-    for name, value in tree.items():
-        kind, _, path = name.partition("/")
-        if kind == "params":
-            tree[name] = np.asarray(value) + perturbation(path, value.shape).astype(np.asarray(value).dtype)
-    return program.load_tree(tree)
+@cache
+def perturbed_tree(model: str, variation: str, precision_name: str) -> dict[str, np.ndarray]:
+    """The initial state with the oracle's noise on every trainable parameter, made once for all plans."""
+    problem = setup(model, variation, precision_name).problem
+    values = jax.jit(lambda: problem.make_values(nnx.Rngs(problem.seed)))()
+    tree: dict[str, np.ndarray] = {"step": np.asarray(0, np.int32)}
+    params = []
+    for leaf, name, value in zip(problem.leaves, leaf_names(problem), values, strict=True):
+        array = np.asarray(jax.random.key_data(value) if leaf.is_key else value)
+        if leaf.kind == "params":
+            array = array + perturbation(leaf.name, array.shape).astype(array.dtype)
+            params.append(jnp.asarray(array))
+        tree[name] = array
+    state = jax.jit(problem.optimizer.init)(problem.treedefs["params"].unflatten(params))
+    for name, value in zip(problem.optimizer_names, jax.tree.leaves(state), strict=True):
+        tree[f"opt/{name}"] = np.asarray(value)
+    return tree
+
+
+def perturbed_state(program: Program, case: Case) -> Any:
+    """The perturbed initial state under a program's plan."""
+    return program.load_tree(perturbed_tree(case.model, case.variation, case.precision))
 
 
 def run(case: Case) -> Difference:
@@ -172,7 +187,7 @@ def run(case: Case) -> Difference:
     s = setup(case.model, case.variation, case.precision)
     reference = oracle(case.model, case.variation, case.precision, case.num_microbatches)
     program = compiled(case)
-    state = perturbed_state(program)
+    state = perturbed_state(program, case)
     gradient: dict[str, Any] = {}
     if case.precision != "float64":
         gradient, _ = program.grad_step(state, s.batches[0])
