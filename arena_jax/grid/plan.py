@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from arena_jax.errors import PlanError
-from arena_jax.grid.shapes import GridShape, Submesh, place
+from arena_jax.grid.shapes import GridShape, Submesh, place, submesh_choices
 
 FORMAT_VERSION = 1
+_T = TypeVar("_T")
 
 # Mesh axes of every stage, in mesh order. Devices of one tensor-parallel group are neighbours.
 AXES = ("dp", "tp")
@@ -131,15 +132,17 @@ class Plan:
                     hint="make the plan again with `arena-jax plan --save`",
                 )
             return cls(
-                model_fingerprint=data["model_fingerprint"],
-                global_batch=int(data["global_batch"]),
-                grid=GridShape.parse(data["grid"], catalogue=None),
-                num_microbatches=int(data["num_microbatches"]),
-                schedule=data["schedule"],
-                precision=Precision(**data["precision"]),
+                model_fingerprint=_of(str, data["model_fingerprint"]),
+                global_batch=_of(int, data["global_batch"]),
+                grid=GridShape.parse(_of(str, data["grid"]), catalogue=None),
+                num_microbatches=_of(int, data["num_microbatches"]),
+                schedule=_of(str, data["schedule"]),
+                precision=Precision(**{k: v if v is None else _of(str, v) for k, v in data["precision"].items()}),
                 stages=tuple(_stage_from_json(stage) for stage in data["stages"]),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except PlanError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanError(f"not a plan: {type(error).__name__} at {error}") from error
 
     @classmethod
@@ -174,7 +177,8 @@ def check(plan: Plan) -> None:
         raise PlanError(f"a batch of {plan.global_batch} does not split into {plan.num_microbatches} microbatches")
     submeshes = tuple(stage.submesh for stage in stages)
     total = sum(s.num_devices for s in submeshes)
-    if total != grid.num_devices or place(grid.allocation, submeshes) is None:
+    allowed = set(submeshes) <= set(submesh_choices(grid.allocation))
+    if not allowed or total != grid.num_devices or place(grid.allocation, submeshes) is None:
         raise PlanError(f"submeshes {', '.join(map(str, submeshes))} do not tile {grid.allocation}")
     next_layer = 0
     for i, stage in enumerate(stages):
@@ -193,27 +197,33 @@ def check(plan: Plan) -> None:
 
 
 def _specs_to_json(specs: Mapping[str, Spec]) -> dict[str, list[Any]]:
-    return {
-        name: [list(dim) if isinstance(dim, tuple) else dim for dim in specs[name]] for name in sorted(specs)
-    }
+    return {name: [list(dim) if isinstance(dim, tuple) else dim for dim in specs[name]] for name in sorted(specs)}
 
 
 def _specs_from_json(data: Mapping[str, Any]) -> dict[str, Spec]:
     return {
-        name: tuple(tuple(dim) if isinstance(dim, list) else dim for dim in spec) for name, spec in data.items()
+        name: tuple(tuple(dim) if isinstance(dim, list) else dim for dim in _of(list, spec))
+        for name, spec in data.items()
     }
 
 
+def _of(kind: type[_T], value: Any) -> _T:
+    """A JSON value of exactly this type: a plan that says something else is not guessed at."""
+    if type(value) is not kind:
+        raise TypeError(f"{value!r}, which is no {kind.__name__}")
+    return value
+
+
 def _stage_from_json(data: Mapping[str, Any]) -> StagePlan:
-    nodes, _, devices = data["submesh"].partition("x")
+    nodes, devices = _of(str, data["submesh"]).split("x")
     first, last = data["layers"]
     return StagePlan(
-        layers=(int(first), int(last)),
+        layers=(_of(int, first), _of(int, last)),
         submesh=Submesh(int(nodes), int(devices)),
-        dp=int(data["dp"]),
-        tp=int(data["tp"]),
-        zero=int(data["zero"]),
-        remat=bool(data["remat"]),
+        dp=_of(int, data["dp"]),
+        tp=_of(int, data["tp"]),
+        zero=_of(int, data["zero"]),
+        remat=_of(bool, data["remat"]),
         parameters=_specs_from_json(data["parameters"]),
         activations=_specs_from_json(data["activations"]),
     )
