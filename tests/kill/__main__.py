@@ -28,9 +28,9 @@ import numpy as np
 from arena_jax.events import read_events
 from tests.kill.data import ENV_LOG, SEQUENCE_LENGTH
 
-CHECKPOINT_EVERY = 3
+CHECKPOINT_EVERY = 10
 TOLERANCE = 1e-9
-STEPS_PER_KILL = 12  # upper bound on the steps a victim is allowed, so that all kills fit into the run
+STEPS_PER_KILL = 25  # upper bound on the steps a victim is allowed, so that all kills fit into the run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +178,7 @@ def kill_once(case: Case, moment: str, rng: random.Random) -> str | None:
         if moment == "saving" and saving and done > before:
             time.sleep(rng.uniform(0, 0.03))
             break
-        if moment == "step" and done >= target:
-            time.sleep(rng.uniform(0, 0.05))
+        if moment == "step" and done >= target and not saving:
             break
         if moment == "saving" and done > before + 4 * STEPS_PER_KILL:
             hit = "step"  # every save was too quick to be seen
