@@ -119,7 +119,7 @@ def row(grid: str, seconds: float | None, *, num_microbatches: int = 1, measured
         StagePlan(layers=(i, i), submesh=submesh, dp=submesh.num_devices, tp=1)
         for i, submesh in enumerate(tilings(shape)[0])
     )
-    plan = Plan(model_fingerprint="toy", global_batch=64, grid=shape, num_microbatches=num_microbatches, stages=stages)
+    plan = Plan(model_fingerprint="toy", global_batch=60, grid=shape, num_microbatches=num_microbatches, stages=stages)
     estimate = Estimate(step_time_s=seconds, memory_bytes=1, device_memory_bytes=2, stages=(), flops=1.0)
     return IndexRow(
         grid=shape, num_microbatches=num_microbatches, plan=plan, estimate=estimate, measured_step_time_s=measured

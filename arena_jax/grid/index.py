@@ -10,7 +10,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -196,8 +196,13 @@ class PlanStore:
 
     def _rows(self, digest: str) -> list[IndexRow]:
         with self._connect() as db:
-            cursor = db.execute("SELECT data FROM rows WHERE job = ? ORDER BY rowid", (digest,))
-            return [row_from_json(json.loads(text)) for (text,) in cursor]
+            texts = [text for (text,) in db.execute("SELECT data FROM rows WHERE job = ? ORDER BY rowid", (digest,))]
+        rows = []
+        for text in texts:
+            # What does not read is as good as not stored: it is searched for again.
+            with suppress(ValueError, KeyError, TypeError):
+                rows.append(row_from_json(json.loads(text)))
+        return rows
 
     @contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:

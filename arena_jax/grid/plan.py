@@ -137,7 +137,7 @@ class Plan:
                 grid=GridShape.parse(_of(str, data["grid"]), catalogue=None),
                 num_microbatches=_of(int, data["num_microbatches"]),
                 schedule=_of(str, data["schedule"]),
-                precision=Precision(**{k: v if v is None else _of(str, v) for k, v in data["precision"].items()}),
+                precision=_precision_from_json(data["precision"]),
                 stages=tuple(_stage_from_json(stage) for stage in data["stages"]),
             )
         except PlanError:
@@ -205,6 +205,11 @@ def _specs_from_json(data: Mapping[str, Any]) -> dict[str, Spec]:
         name: tuple(tuple(dim) if isinstance(dim, list) else dim for dim in _of(list, spec))
         for name, spec in data.items()
     }
+
+
+def _precision_from_json(data: Mapping[str, Any]) -> Precision:
+    names: dict[str, Any] = {key: None if name is None else _of(str, name) for key, name in data.items()}
+    return Precision(**names)
 
 
 def _of(kind: type[_T], value: Any) -> _T:
