@@ -232,7 +232,8 @@ def _microbatch_choices(problem: Problem, pinned: int | None) -> list[int]:
     if pinned is not None:
         return [pinned]
     batch = problem.global_batch
-    return [m for m in (1, 2, 4, 8, 16, 32) if batch % m == 0 and m <= min(batch, MAX_MICROBATCHES)]
+    # A microbatch of one row may be traced into other equations than a larger one.
+    return [m for m in (1, 2, 4, 8, 16, 32) if m == 1 or (batch % m == 0 and m <= min(batch // 2, MAX_MICROBATCHES))]
 
 
 def grids_of_targets(targets: Iterable[Allocation | GridShape], constraints: Constraints) -> list[GridShape]:

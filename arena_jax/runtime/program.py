@@ -135,25 +135,27 @@ def compile_program(
     devices: Sequence[jax.Device] | None = None,
     *,
     nonfinite: str = "stop",
-    trace: Trace | None = None,
+    whole: Trace | None = None,
 ) -> Program:
     """Compile a plan ahead of time.
 
     Args:
         devices: the devices of the allocation, node-major; default the first ones jax has.
         nonfinite: ``"skip"`` leaves the state unchanged by a step whose loss is not finite.
-        trace: the problem's trace at the plan's microbatch size, where it is at hand.
+        whole: the problem's trace at the global batch, where it is at hand.
 
     Raises:
         PlanError: the plan is of another model, batch or number of layers.
         UsageError: fewer devices than the plan needs.
     """
-    check_plan(problem, plan)
+    check_batch(problem, plan)
     skip = nonfinite == "skip"
     placements = place_stages(plan, devices)
-    trace = trace or trace_loss(problem, plan.num_microbatches)
+    whole = whole or trace_loss(problem, 1)
+    check_model(whole, plan)
+    trace = whole if plan.num_microbatches == 1 else trace_loss(problem, plan.num_microbatches)
     update_jaxpr = check_optimizer(problem, trace.jaxpr.outvars[0].aval.dtype, skip_nonfinite=skip)
-    stage_graph, layer_nodes = cut_by_plan(trace, plan)
+    stage_graph, layer_nodes = cut_by_plan(whole, trace, plan)
     functions = [
         make_stage_function(stage_graph.graph.trace, stage, placement, layer_nodes)
         for stage, placement in zip(stage_graph.stages, placements, strict=True)
@@ -176,7 +178,7 @@ def compile_program(
     return Program(problem, plan, layout, engine, evaluator)
 
 
-def check_plan(problem: Problem, plan: Plan) -> None:
+def check_batch(problem: Problem, plan: Plan) -> None:
     """Raise :class:`PlanError` when a plan was made for another batch."""
     if plan.global_batch != problem.global_batch:
         raise PlanError(
@@ -184,14 +186,32 @@ def check_plan(problem: Problem, plan: Plan) -> None:
         )
 
 
-def cut_by_plan(trace: Trace, plan: Plan) -> tuple[StageGraph, dict[int, Any]]:
+def check_model(whole: Trace, plan: Plan) -> None:
+    """Raise :class:`PlanError` when a plan was made for another model, loss or jax version."""
+    if plan.model_fingerprint != whole.fingerprint:
+        raise PlanError(
+            f"the plan was made for model {plan.model_fingerprint}, this one is {whole.fingerprint}",
+            hint="a plan belongs to one model, loss, batch and jax version; make it again with `arena-jax plan`",
+        )
+
+
+def cut_by_plan(whole: Trace, trace: Trace, plan: Plan) -> tuple[StageGraph, dict[int, Any]]:
     """Cut a trace where the plan's stages begin.
+
+    Layers are those of the ``whole`` batch, as in the search; at the size of one microbatch their work
+    may differ, but the equations are the same.
 
     Returns:
         The stages, and the equations at which layers begin, by ``id``.
     """
     graph = build_graph(trace)
-    layers = find_layers(graph)
+    whole_graph = graph if trace is whole else build_graph(whole)
+    layers = find_layers(whole_graph)
+    if [n.eqn.primitive for n in graph.nodes] != [n.eqn.primitive for n in whole_graph.nodes]:
+        raise PlanError(
+            f"the model computes something else at {trace.rows} rows than at {whole.rows}",
+            hint="make its equations independent of the batch size, or use one microbatch",
+        )
     if plan.stages[-1].layers[1] != layers.num_layers - 1:
         raise PlanError(
             f"the plan has {plan.stages[-1].layers[1] + 1} layers, this model has {layers.num_layers}",
