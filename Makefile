@@ -44,6 +44,7 @@ test: setup
 
 verify: setup
 	$(BIN)/python -m tests.verify $(ARGS)
+	$(BIN)/python -m tests.kill
 
 lint: setup
 	$(BIN)/ruff check .

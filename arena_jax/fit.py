@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 import jax
 import optax
-from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from arena_jax.compiler import Constraints, Problem, make_problem, plan_problem
 from arena_jax.compiler.problem import LossFn
@@ -163,7 +161,7 @@ def fit(
     program = outcome.program
     assert isinstance(program, Program)
     return FitResult(
-        model=_on_one_mesh(program.model(outcome.state), program),
+        model=program.model(outcome.state),
         optimizer_state=program.optimizer_state(outcome.state),
         step=outcome.step,
         history=outcome.history,
@@ -242,18 +240,14 @@ def model_leaves(problem: Problem) -> dict[str, LeafType]:
     }
 
 
-def _on_one_mesh(model: nnx.Module, program: Program) -> nnx.Module:
-    """Bring a pipeline's stages together, whole on the first stage's devices, so that the model can be called."""
-    if len(program.plan.stages) > 1:
-        first = next(entry for entry in program.layout.entries if entry.slot.stage == 0)
-        whole = NamedSharding(first.sharding.mesh, PartitionSpec())
-        nnx.update(model, jax.device_put(nnx.state(model), whole))
-    return model
-
-
-def _problem(model: Any, optimizer: Any, loss_fn: Any, batch: Any, **options: Any) -> Problem:
-    if options["axis_rules"] is None:
-        del options["axis_rules"]
+def _problem(
+    model: Any, optimizer: Any, loss_fn: Any, batch: Any, *, axis_rules: Mapping[str, str] | None, **options: Any
+) -> Problem:
+    if axis_rules is not None:
+        raise UsageError(
+            "axis_rules: this release does not read a model's own sharding annotations",
+            hint="leave axis_rules out; the planner chooses the sharding",
+        )
     return make_problem(model, optimizer, loss_fn, batch, **options)
 
 

@@ -100,7 +100,7 @@ class JitProgram:
         batch = {k: jax.device_put(v, self._rows) for k, v in batch.items()}
         return self._step(state, batch)
 
-    def eval_step(self, state: Any, batch: Any) -> dict[str, jax.Array]:
+    def eval_values(self, state: Any, batch: Any) -> dict[str, jax.Array]:
         """The loss alone."""
         return self._eval(state, batch)
 

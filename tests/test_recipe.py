@@ -200,7 +200,10 @@ def test_every_fault_at_once_with_the_nearest_key() -> None:
         (["plan.grid=cpu:4/s2", "plan.stages=3"], "plan.stages: 3, but plan.grid=cpu:4/s2 has 2"),
         (["plan.grid=cpu:8/s1", "plan.dp=2", "plan.tp=2"], "plan.dp: dp 2 x tp 2 is not the 8 devices of cpu:8/s1"),
         (["plan.stages=3", "plan.dp=[1, 2]"], "plan.dp: 2 sizes for 3 stages"),
-        (["optimizer.warmup_steps=300"], "optimizer.warmup_steps: 300 leaves nothing to decay before step 300"),
+        (
+            ["optimizer.warmup_steps=300", "optimizer.decay_steps=200"],
+            "optimizer.warmup_steps: 300 leaves nothing to decay before step 200",
+        ),
         (["hook.script=[5 cpu]"], "hook.script: '5 cpu' is not \"STEP: GRID\""),
         (["steps=0"], "steps: should be greater than 0, got 0"),
         (["steps=null"], "steps: missing"),

@@ -175,7 +175,7 @@ def test_evaluation_weighs_a_ragged_batch_by_its_rows_and_changes_nothing(tmp_pa
     bench = Bench(tmp_path, steps=5, eval_every=2, eval_data=batches)
     outcome = bench.run()
     assert [e["step"] for e in bench.of("eval")] == [2, 4, 5]
-    whole = bench.program.eval_step(outcome.state, everything)["loss"]
+    whole = bench.program.eval_values(outcome.state, everything)["loss"]
     assert bench.of("eval")[-1]["metrics"]["loss"] == pytest.approx(float(whole), rel=1e-6)
     assert_equal(outcome, Bench(tmp_path / "other", steps=5).run())
 

@@ -186,7 +186,8 @@ class MeshCost:
         gradients = held * self.accumulator_ratio / (dp if option.zero >= 2 else 1)
         optimizer = held * self.optimizer_ratio / (dp if option.zero >= 1 else 1)
         # The gradients of one microbatch exist beside their sums.
-        static = parameters + gradients + optimizer + held + self.work.frozen_bytes
+        passing = held / (dp if option.zero >= 2 else 1)
+        static = parameters + gradients + optimizer + passing + self.work.frozen_bytes
         saved = np.array([w.saved_bytes for w in self.work.works]) / num_microbatches
         if not option.remat:
             return self._prefix(static + saved * in_flight)

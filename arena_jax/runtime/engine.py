@@ -8,9 +8,10 @@ import jax
 import numpy as np
 
 from arena_jax.compiler.problem import Problem
-from arena_jax.compiler.trace import LAST, MEAN, WEIGHTED, Trace
+from arena_jax.compiler.trace import LAST, MEAN, SUM, WEIGHTED, Trace
 from arena_jax.errors import UsageError
 from arena_jax.runtime.layout import State
+from arena_jax.values import Last, Sum, Weighted
 
 Metrics = dict[str, Any]
 
@@ -48,6 +49,18 @@ class Sums:
             at += metric.num_values
         return WEIGHTED
 
+    def values(self, totals: Sequence[Any]) -> Metrics:
+        """Totals of one pass as values that can still be combined with those of other batches."""
+        loss = Weighted(totals[0], totals[1]) if self.trace.weighted else totals[0]
+        metrics: Metrics = {"loss": loss}
+        at = 2
+        for metric in self.trace.metrics:
+            parts = totals[at : at + metric.num_values]
+            kinds: dict[str, Any] = {WEIGHTED: Weighted, SUM: Sum, LAST: Last}
+            metrics[metric.name] = kinds[metric.kind](*parts) if metric.kind in kinds else parts[0]
+            at += metric.num_values
+        return metrics
+
     def finish(self, totals: Sequence[Any], num_microbatches: int) -> Metrics:
         """The step's metrics: ``loss`` and the user's own."""
         metrics: Metrics = {"loss": totals[0] / totals[1]}
@@ -61,6 +74,13 @@ class Sums:
             metrics[metric.name] = value
             at += metric.num_values
         return metrics
+
+
+def finished(value: Any) -> Any:
+    """The number a metric's value stands for."""
+    if isinstance(value, Weighted):
+        return value.sum / value.weight
+    return value.value if isinstance(value, Sum | Last) else value
 
 
 def flatten_batch(problem: Problem, batch: Any, *, ragged: bool = False) -> tuple[list[Any], int]:

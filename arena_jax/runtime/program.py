@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from arena_jax.compiler.graph import build_graph, split_scans
 from arena_jax.compiler.layers import Layers, Position, find_layers
@@ -15,7 +16,7 @@ from arena_jax.compiler.stages import StageGraph, cut_stages
 from arena_jax.compiler.trace import Trace, trace_loss
 from arena_jax.errors import PlanError
 from arena_jax.grid import Plan
-from arena_jax.runtime.engine import Engine, Metrics, flatten_batch
+from arena_jax.runtime.engine import Engine, Metrics, finished, flatten_batch
 from arena_jax.runtime.evaluate import Evaluator
 from arena_jax.runtime.layout import (
     Entry,
@@ -82,6 +83,10 @@ class Program:
 
     def eval_step(self, state: State, batch: Any) -> Metrics:
         """Loss and metrics of the model in ``.eval()`` mode, on any number of rows; changes no state."""
+        return {name: finished(value) for name, value in self.eval_values(state, batch).items()}
+
+    def eval_values(self, state: State, batch: Any) -> Metrics:
+        """As :meth:`eval_step`, but ``Weighted``, ``Sum`` and ``Last`` as such, to be combined over batches."""
         arrays, rows = flatten_batch(self.problem, batch, ragged=True)
         return self._evaluator(state, arrays, rows)
 
@@ -112,13 +117,16 @@ class Program:
         return self.load_tree(other.save_tree(state))
 
     def model(self, state: State) -> nnx.Module:
-        """A new module with the state's values, each leaf whole on this program's first stage."""
+        """A new module with the state's values, whole on the devices of the first stage."""
         tree = self.save_tree(state)
         values: dict[str, list[Any]] = {PARAMS: [], FROZEN: [], STATE: []}
         for leaf, name in zip(self.problem.leaves, leaf_names(self.problem), strict=True):
             value = tree[name]
             value = jax.random.wrap_key_data(jnp.asarray(value)) if leaf.is_key else jnp.asarray(value)
             values[leaf.kind].append(value)
+        if len(self.plan.stages) > 1:
+            first = next(e for e in self._layout.entries if e.slot.stage == 0)
+            values = jax.device_put(values, NamedSharding(first.sharding.mesh, PartitionSpec()))
         states = [self.problem.treedefs[kind].unflatten(values[kind]) for kind in (PARAMS, FROZEN, STATE)]
         return nnx.merge(self.problem.graphdef, *states)
 

@@ -188,7 +188,7 @@ class Trainer:
         self._drain()
         mean = EvalMean()
         for batch in self._eval_data:
-            mean.add(num_rows(batch), self._compiled.program.eval_step(self._state, batch))
+            mean.add(num_rows(batch), self._compiled.program.eval_values(self._state, batch))
         self._journal.emit("eval", step=self._step, metrics=mean.result())
         self._inflight.restart_clock()
 
