@@ -28,7 +28,7 @@ class ProfileSource(Protocol):
     def profile(self, model: str, global_batch: int | None) -> Profile:
         """Raise :class:`UsageError` for an unknown model or batch."""
 
-    def keys(self) -> Iterable[tuple[str, int | None]]:
+    def pairs(self) -> Iterable[tuple[str, int | None]]:
         """All (model, global batch) pairs with a profile."""
 
 
@@ -82,7 +82,7 @@ class ProfileSet:
     def __init__(self, profiles: Mapping[tuple[str, int | None], Profile]) -> None:
         self._profiles = dict(profiles)
 
-    def keys(self) -> Iterable[tuple[str, int | None]]:
+    def pairs(self) -> Iterable[tuple[str, int | None]]:
         return self._profiles.keys()
 
     def profile(self, model: str, global_batch: int | None) -> Profile:

@@ -171,7 +171,7 @@ class Simulator:
             raise ArenaError(
                 f"{self.policy.name}: {len(self._active)} jobs wait at {self.now:.0f} s and nothing will ever "
                 f"wake the policy ({names})",
-                hint="the policy leaves jobs waiting on an idle cluster; check their requests against the nodes that are up",
+                hint="jobs wait on an idle cluster: check their requests against the nodes that are up",
             )
         self._advance(at)
         self._apply_events()

@@ -67,7 +67,10 @@ def restore(workload: Workload, policy: Policy, settings: Settings, data: Mappin
         array[:] = np.array(data["arrays"][name], dtype=array.dtype)
     simulator.estimate[:] = np.array(data["estimate"]).reshape(simulator.estimate.shape)
     simulator.set_clock(data["clock"])
-    simulator.segments[:] = [Segment(*s[:4], tuple(s[4]), *s[5:]) for s in data["segments"]]
+    simulator.segments[:] = [
+        Segment(job, start, end, column, tuple(nodes), cause, charge)
+        for job, start, end, column, nodes, cause, charge in data["segments"]
+    ]
     for k, up in enumerate(data["up"]):
         simulator.placer.up[k][:] = up
     for job, k, nodes, per_node in data["held"]:

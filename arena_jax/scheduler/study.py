@@ -20,7 +20,7 @@ from arena_jax.scheduler.seeds import (
     scale_arrivals,
     with_deadlines,
 )
-from arena_jax.scheduler.simulator import Result, Settings, Simulator
+from arena_jax.scheduler.simulator import NodeEvent, Result, Settings, Simulator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Scenario:
 
     def settings(self, workload: Workload, round_s: float) -> Settings:
         """Simulator settings with this scenario's luck."""
-        events = ()
+        events: tuple[NodeEvent, ...] = ()
         if self.failures_per_day:
             start = float(workload.arrival_s.min())
             events = tuple(

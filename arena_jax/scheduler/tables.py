@@ -102,10 +102,10 @@ def load_elasticflow(folder: str | Path, cluster: Cluster, device_type: str = "a
     for path in sorted(Path(folder).glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
-                rates = {int(k): float(v) for k, v in row.items() if k != "global_batch" and v}
+                rates = {int(k): float(v) for k, v in row.items() if k != "global_batch_size" and v}
                 shapes = {cluster.packed(name, count): rate for count, rate in rates.items() if rate > 0}
                 times = {a: 1.0 / rate for a, rate in shapes.items() if a is not None}
-                profiles[path.stem, int(row["global_batch"])] = TableProfile(times)
+                profiles[path.stem, int(row["global_batch_size"])] = TableProfile(times)
     if not profiles:
         raise UsageError(f"no profile tables (*.csv) in {str(folder)!r}")
     return ProfileSet(profiles)
@@ -137,7 +137,7 @@ def data_parallel_only(
         usable: share of device memory that may be used.
     """
     kept: dict[tuple[str, int | None], Profile] = {}
-    for model, batch in list(profiles.keys()):  # noqa: SIM118 - not a dict
+    for model, batch in list(profiles.pairs()):
         profile = profiles.profile(model, batch)
         needs = dict(zip(_COUNTS, memory_gb.get(f"{model.replace('__', '_')}_{batch}", ()), strict=False))
         times = {}
@@ -167,4 +167,4 @@ def artifact_cluster(catalogue: Catalogue = CATALOGUE, scale: float = 1.0) -> Cl
 
 def models_of(profiles: ProfileSet) -> Iterable[str]:
     """Model names, sorted."""
-    return sorted({model for model, _ in profiles.keys()})  # noqa: SIM118 - not a dict
+    return sorted({model for model, _ in profiles.pairs()})

@@ -43,15 +43,15 @@ def profiles(**times: Mapping[str, float]) -> ProfileSet:
     )
 
 
-def job(name: str, arrival_s: float = 0.0, num_steps: float = 100, num_devices: int | None = 4, **other: Any) -> JobSpec:
+def job(
+    name: str, arrival_s: float = 0.0, num_steps: float = 100, num_devices: int | None = 4, **other: Any
+) -> JobSpec:
     """A job of model ``m`` that asks for a100 devices."""
     values = {"model": "m", "device_type": "a100", "global_batch": 1, **other}
     return JobSpec(id=name, arrival_s=arrival_s, num_steps=num_steps, num_devices=num_devices, **values)
 
 
-def workload(
-    jobs: Sequence[JobSpec], on: Cluster | None = None, times: ProfileSet | None = None
-) -> Workload:
+def workload(jobs: Sequence[JobSpec], on: Cluster | None = None, times: ProfileSet | None = None) -> Workload:
     """Jobs on one node of four a100 with the usual profile, unless said otherwise."""
     return Workload.build(jobs, on or cluster(a100=(1, 4)), times or profiles(m=A100))
 

@@ -86,7 +86,10 @@ def test_a_minimum_run_time_is_kept() -> None:
     ended = {(s.job, s.end_s) for s in result.segments}
     done = {(j, t) for j, t in enumerate(result.finish_s.tolist())}
     following = [s for s in short if (s.job, s.end_s) in ended and (s.job, s.end_s) not in done]
-    assert all(any(t.job == s.job and t.start_s == s.end_s and t.cause == "migrate" for t in result.segments) for s in following)
+    assert all(
+        any(t.job == s.job and t.start_s == s.end_s and t.cause == "migrate" for t in result.segments)
+        for s in following
+    )
 
 
 def test_a_deadline_is_met_where_the_weight_alone_would_not() -> None:
@@ -132,7 +135,10 @@ def test_money_objectives() -> None:
     assert finishes(run(calm, Arena(objective="cost"))) == {"A": 410.0}
     assert finishes(run(calm, Arena(objective="cost-under-deadline"))) == {"A": 410.0}
     assert finishes(run(hurry, Arena(objective="cost-under-deadline"))) == {"A": 210.0}
-    dollars = [summary(run(w, Arena(objective=o)))["cost_dollars"] for w, o in ((calm, "cost"), (hurry, "cost-under-deadline"), (calm, "time"))]
+    dollars = [
+        summary(run(w, Arena(objective=o)))["cost_dollars"]
+        for w, o in ((calm, "cost"), (hurry, "cost-under-deadline"), (calm, "time"))
+    ]
     assert dollars == sorted(dollars)
 
 

@@ -26,7 +26,9 @@ def optimum(built: Workload, restart_s: float) -> float:
     fastest = built.step_s.min(axis=1)
     best = math.inf
 
-    def search(now: float, left: tuple[float, ...], held: tuple[int, ...], until: tuple[float, ...], total: float) -> None:
+    def search(
+        now: float, left: tuple[float, ...], held: tuple[int, ...], until: tuple[float, ...], total: float
+    ) -> None:
         nonlocal best
         alive = [j for j in range(num) if left[j] > 0]
         floor = total + sum(max(now, arrival[j]) + left[j] * fastest[j] - arrival[j] for j in alive)
@@ -72,7 +74,12 @@ def tiny(draw: st.DrawFn) -> Workload:
         base = draw(st.floats(0.5, 3.0))
         slower = draw(st.floats(1.0, 4.0))
         scaling = draw(st.floats(1.1, 2.0))
-        tables[name] = {"a100:1": base, "a100:2": base / scaling, "a10:1": base * slower, "a10:2": base * slower / scaling}
+        tables[name] = {
+            "a100:1": base,
+            "a100:2": base / scaling,
+            "a10:1": base * slower,
+            "a10:2": base * slower / scaling,
+        }
     jobs: Sequence[JobSpec] = [
         job(
             f"J{i}",

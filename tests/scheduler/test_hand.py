@@ -8,6 +8,7 @@ import pytest
 
 from arena_jax.scheduler import NodeEvent
 from arena_jax.scheduler.policies import (
+    POLICIES,
     Arena,
     ArenaPaper,
     ElasticFlow,
@@ -19,7 +20,6 @@ from arena_jax.scheduler.policies import (
     Tiresias,
     make_policy,
 )
-from arena_jax.scheduler.policies import POLICIES
 from arena_jax.scheduler.simulator import REJECTED
 from tests.scheduler.build import A100, cluster, finishes, job, profiles, run, workload
 

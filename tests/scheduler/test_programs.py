@@ -105,7 +105,9 @@ def test_gavel_throughput_respects_infeasible_types() -> None:
 def test_gavel_sees_only_the_requested_count() -> None:
     on = cluster(a100=(1, 4), a10=(1, 2))
     built = workload(
-        [job("A", num_devices=4), job("B", num_devices=2)], on, profiles(m={"a100:2": 1.25, "a100:4": 1.0, "a10:2": 3.0})
+        [job("A", num_devices=4), job("B", num_devices=2)],
+        on,
+        profiles(m={"a100:2": 1.25, "a100:4": 1.0, "a10:2": 3.0}),
     )
     simulator = Simulator(built, Gavel(), Settings())
     simulator.step()

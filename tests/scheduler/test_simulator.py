@@ -1,5 +1,6 @@
 """Conservation laws under random workloads, failures, stragglers and errors; snapshots, replays, horizons, rounds."""
 
+import itertools
 import json
 from collections import defaultdict
 
@@ -27,7 +28,11 @@ def random_workload(seed: int, num_jobs: int = 25) -> Workload:
     tables = {}
     for name in ("x", "y", "z"):
         base, table = rng.uniform(1, 8), {}
-        for kind, slower, counts in (("a100", 1.0, (1, 2, 4, "2x4")), ("v100", 2.0, (1, 2, 4)), ("a10", 3.0, (1, 2, "2x2"))):
+        for kind, slower, counts in (
+            ("a100", 1.0, (1, 2, 4, "2x4")),
+            ("v100", 2.0, (1, 2, 4)),
+            ("a10", 3.0, (1, 2, "2x2")),
+        ):
             for i, count in enumerate(counts):
                 if rng.random() < 0.85 or (kind == "a100" and i == 0):
                     table[f"{kind}:{count}"] = base * slower / rng.uniform(1.3, 1.9) ** i
@@ -60,7 +65,10 @@ def check_conservation(result: Result, *, exact_work: bool) -> None:
         assert len(s.nodes) == allocation.num_nodes == len(set(s.nodes))
         by_job[s.job].append(s)
         for node in s.nodes:
-            by_node[allocation.device_type, node] += [(s.start_s, allocation.devices_per_node), (s.end_s, -allocation.devices_per_node)]
+            by_node[allocation.device_type, node] += [
+                (s.start_s, allocation.devices_per_node),
+                (s.end_s, -allocation.devices_per_node),
+            ]
     for (device_type, _), changes in by_node.items():
         held = 0
         for _, change in sorted(changes, key=lambda c: (round(c[0], 6), c[1])):
@@ -69,13 +77,15 @@ def check_conservation(result: Result, *, exact_work: bool) -> None:
         assert held == 0
     for j, segments in by_job.items():
         segments.sort(key=lambda s: s.start_s)
-        for a, b in zip(segments, segments[1:], strict=False):
+        for a, b in itertools.pairwise(segments):
             assert b.start_s >= a.end_s - 1e-6
         if exact_work and result.state[j] == FINISHED:
             steps = sum((s.end_s - s.start_s - s.charge_s) / built.step_s[j, s.column] for s in segments)
             assert steps == pytest.approx(built.num_steps[j], rel=1e-6, abs=1e-3)
     done = result.state == FINISHED
-    assert (result.finish_s[done] >= built.arrival_s[done] + built.isolated_s[done] + result.start_charge_s - 1e-6).all()
+    assert (
+        result.finish_s[done] >= built.arrival_s[done] + built.isolated_s[done] + result.start_charge_s - 1e-6
+    ).all()
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -161,7 +171,9 @@ def test_estimates_mislead_the_policy_and_not_the_clock() -> None:
 
 
 def test_stragglers_slow_the_clock() -> None:
-    assert finishes(run(workload([job("A")]), Fcfs(), straggle=Stragglers(seed=0, share=1.0, factor=1.5))) == {"A": 160.0}
+    assert finishes(run(workload([job("A")]), Fcfs(), straggle=Stragglers(seed=0, share=1.0, factor=1.5))) == {
+        "A": 160.0
+    }
 
 
 def test_a_drain_loses_no_work() -> None:

@@ -89,7 +89,7 @@ class Gavel:
                 free[k] -= need
         # Work conserving: devices left over go to whoever can use them.
         for i in np.flatnonzero(chosen < 0):
-            for k in np.argsort(-owed[i]):
+            for k in np.argsort(-owed[i]).tolist():
                 if at[i, k] >= 0 and columns.num_devices[at[i, k]] <= free[k]:
                     chosen[i] = at[i, k]
                     free[k] -= columns.num_devices[at[i, k]]

@@ -114,12 +114,13 @@ def render(results: Mapping[str, Sequence[Result]], *, title: str, bound_s: floa
         ),
         "<h2>Devices held, by type</h2>",
         *(_folded(name, _allocation(run, began), i == 0) for i, (name, run) in enumerate(first.items())),
-        "<h2>Jobs</h2><p>One line a job; colour is the device type, paler is fewer devices; dark edges are restarts.</p>",
+        "<h2>Jobs</h2><p>One line a job: colour is the type, paler is fewer devices, dark edges are restarts.</p>",
         *(_folded(name, _jobs(run, began), i == 0) for i, (name, run) in enumerate(first.items())),
     ]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>{"".join(parts)}</body></html>\n'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
+        f"<body>{''.join(parts)}</body></html>\n"
     )
 
 
@@ -199,7 +200,8 @@ def _jobs(run: Result, began: float) -> str:
         allocation = columns.allocations[s.column]
         name = run.workload.jobs[s.job].id
         opacity = 0.35 + 0.65 * np.log2(allocation.num_devices + 1) / np.log2(largest + 1)
-        label = f"{name}: {allocation} from {svg.duration(s.start_s - began)} to {svg.duration(s.end_s - began)} ({s.cause})"
+        span = f"from {svg.duration(s.start_s - began)} to {svg.duration(s.end_s - began)}"
+        label = f"{name}: {allocation} {span} ({s.cause})"
         color = f"{colors[allocation.device_type]}{int(255 * min(opacity, 1.0)):02x}"
         bars.append(svg.Bar(row=s.job, start=s.start_s - began, end=s.end_s - began, color=color, label=label))
         if s.charge_s > 0 and s.cause != "start":

@@ -172,7 +172,8 @@ def _frame(
     parts.append(f'<text x="{middle:.0f}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>')
     centre = (_TOP + bottom) / 2
     parts.append(
-        f'<text x="14" y="{centre:.0f}" text-anchor="middle" transform="rotate(-90 14 {centre:.0f})">{escape(y_label)}</text>'
+        f'<text x="14" y="{centre:.0f}" text-anchor="middle" transform="rotate(-90 14 {centre:.0f})">'
+        f"{escape(y_label)}</text>"
     )
     return "".join(parts)
 

@@ -24,7 +24,7 @@ def draw_models(
     """Jobs with models, batches, types and steps drawn from ``seed``."""
     rng = np.random.default_rng([seed, 5])
     offers: dict[tuple[str, int], list[tuple[str, int | None, float]]] = {}
-    for model, batch in sorted(profiles.keys(), key=str):
+    for model, batch in sorted(profiles.pairs(), key=str):
         profile = profiles.profile(model, batch)
         best: dict[tuple[str, int], float] = {}
         for allocation in profile.allocations():

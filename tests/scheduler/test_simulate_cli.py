@@ -1,0 +1,122 @@
+"""``arena-jax simulate``: promised keys, several clusters, objectives, errors."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arena_jax.cli.app import main
+
+PROMISED = {
+    "num_jobs", "finished", "running", "waiting", "mean_jct_s", "max_jct_s", "mean_slowdown", "rho", "deadline_misses",
+    "max_restarts", "median_jct_s", "p99_jct_s", "makespan_s", "mean_queue_s", "device_hours", "restarts_per_job",
+    "samples_per_s", "worst_slowdown", "decision_s",
+}  # fmt: skip
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "now.toml").write_text('[[nodes]]\ntype = "a100"\ncount = 1\ndevices = 4\n')
+    (tmp_path / "plus4.toml").write_text(
+        '[[nodes]]\ntype = "a100"\ncount = 1\ndevices = 4\n[[nodes]]\ntype = "a10"\ncount = 2\ndevices = 2\n'
+    )
+    rows = ["bert,1B,8,a100,1,1,2.0", "bert,1B,8,a100,1,2,1.25", "bert,1B,8,a100,1,4,1.0", "bert,1B,8,a10,1,2,4.0"]
+    (tmp_path / "profiles.csv").write_text(
+        "family,params,global_batch,gpu,nodes,gpus_per_node,seconds\n" + "\n".join(rows)
+    )
+    lines = [f"J{i},{10 * i},100,bert__1B,8,a100-40,2" for i in range(6)]
+    header = "id,arrival_s,num_steps,model,global_batch,device_type,num_devices\n"
+    (tmp_path / "trace.csv").write_text(header + "\n".join(lines))
+    (tmp_path / "log.csv").write_text("job_id,submission_time,duration,num_gpu\na,0,100,1\nb,5,100,4\n")
+    return tmp_path
+
+
+def call(
+    files: Path, capsys: pytest.CaptureFixture[str], *args: str, trace: str = "trace.csv"
+) -> tuple[int, dict[str, object]]:
+    base = ["simulate", str(files / trace), "--profiles", str(files / "profiles.csv"), "--workers", "1", "--json"]
+    if "--cluster" not in args:
+        base += ["--cluster", str(files / "now.toml")]
+    code = main([*base, *args])
+    return code, json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def test_the_promised_keys(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = call(files, capsys, "--policy", "arena", "--policy", "fcfs", "--policy", "sia@paper")
+    assert code == 0
+    assert set(answer) == {"policies", "lower_bound_s"}
+    assert set(answer["policies"]) == {"arena", "fcfs", "sia@paper"}  # type: ignore[arg-type]
+    for metrics in answer["policies"].values():  # type: ignore[attr-defined]
+        assert set(metrics) >= PROMISED
+        assert metrics["finished"] == metrics["num_jobs"] == 6
+        assert metrics["mean_jct_s"] >= answer["lower_bound_s"] == 140.0
+
+
+def test_what_if_with_more_devices(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = str(files / "plus4.toml")
+    code, answer = call(
+        files, capsys, "--cluster", str(files / "now.toml"), "--cluster", more, "--report", str(files / "r.html")
+    )
+    assert code == 0
+    clusters = answer["clusters"]
+    assert clusters["plus4"]["policies"]["arena"]["mean_jct_s"] < clusters["now"]["policies"]["arena"]["mean_jct_s"]  # type: ignore[index]
+    assert answer["policies"] == clusters["now"]["policies"]  # type: ignore[index]
+    assert sorted(p.name for p in files.glob("*.html")) == ["r-now.html", "r-plus4.html"]
+
+
+def test_objectives_trade_time_for_money(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = str(files / "plus4.toml")
+    dollars = {}
+    for objective in ("time", "cost"):
+        code, answer = call(files, capsys, "--cluster", more, "--objective", objective)
+        assert code == 0
+        dollars[objective] = answer["policies"]["arena"]["cost_dollars"]  # type: ignore[index]
+    assert dollars["cost"] < dollars["time"]
+
+
+def test_seeds_are_merged_and_kept(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, answer = call(files, capsys, "--seed", "0", "--seed", "1", "--arrival-scale", "2")
+    assert set(answer["policies"]["arena"]["seeds"]) == {"0", "1"}  # type: ignore[index]
+
+
+def test_a_log_without_models_has_them_drawn(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = call(
+        files, capsys, "--bound", "interval", "--horizon-s", "1e6", "--stragglers", "0.1", trace="log.csv"
+    )
+    assert code == 0
+    assert answer["policies"]["arena"]["finished"] == 2  # type: ignore[index]
+
+
+def test_the_table_is_for_people(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--cluster", str(files / "now.toml"), "--profiles", str(files / "profiles.csv")]
+    assert main(["simulate", str(files / "trace.csv"), *args]) == 0
+    out = capsys.readouterr().out
+    assert "lower bound" in out
+    assert "arena" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--policy", "siaa"], "did you mean 'sia'"),
+        (["--policy", "srtf@paper"], "no such form"),
+        (["--restart-s", "-1"], "restart cost"),
+        (["--round-s", "-1"], "round_s"),
+        (["--arrival-scale", "0"], "arrival scale"),
+        (["--objective", "fame"], "fame"),
+        (["--cluster", "none.toml"], "cannot read cluster file"),
+    ],
+)
+def test_bad_usage_exits_with_two(
+    files: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str
+) -> None:
+    code, answer = call(files, capsys, *args)
+    assert code == 2
+    assert message in answer["error"]["message"]  # type: ignore[index]
+
+
+def test_the_scheduler_needs_no_jax() -> None:
+    code = "import sys, arena_jax.scheduler, arena_jax.cli.simulate; sys.exit(bool({'jax', 'mlflow'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
