@@ -70,7 +70,6 @@ ELEMENTWISE = frozenset(
         "nextafter",
         "not",
         "one_minus_square",
-        "optimization_barrier",
         "or",
         "polynomial",
         "population_count",
@@ -249,7 +248,11 @@ def _conv(eqn: Any) -> Rule:
     out: list[Dim] = [()] * len(out_shape)
     grouped = eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1
     fixed = {f for i in numbers.lhs_spec[2:] for f in lhs[i]} | {f for i in numbers.rhs_spec[2:] for f in rhs[i]}
-    out[numbers.out_spec[0]] = lhs[numbers.lhs_spec[0]]
+    if eqn.params["batch_group_count"] == 1:
+        out[numbers.out_spec[0]] = lhs[numbers.lhs_spec[0]]
+    else:  # groups of the batch become features
+        out[numbers.out_spec[0]] = factors.new(out_shape[numbers.out_spec[0]])
+        fixed |= {*lhs[numbers.lhs_spec[0]], *out[numbers.out_spec[0]]}
     for i in numbers.out_spec[2:]:
         out[i] = factors.new(out_shape[i])
         fixed |= set(out[i])
@@ -286,9 +289,12 @@ def _broadcast(eqn: Any) -> Rule:
 def _reshape(eqn: Any) -> Rule:
     """Match runs of dims with equal products; a dim of several factors is led by its major one."""
     source, target = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    if 0 in source:
+        return _all_fixed(eqn)
     factors = _Factors()
     lhs: list[Dim] = [()] * len(source)
     rhs: list[Dim] = [()] * len(target)
+    fixed: set[int] = set()
     i = j = 0
     left, right = (source[0] if source else 1), (target[0] if target else 1)
     while i < len(source) and j < len(target):
@@ -302,17 +308,17 @@ def _reshape(eqn: Any) -> Rule:
             continue
         small, large = min(left, right), max(left, right)
         if large % small:
-            # Dims that overlap without dividing, as 6 -> 4: what follows cannot be tracked.
+            # Parts that overlap without dividing, as 6 -> 4: what follows cannot be tracked.
+            rest = [factors.new(left), *map(factors.new, source[i + 1 :])]
+            other = [factors.new(right), *map(factors.new, target[j + 1 :])]
+            lhs[i:] = [(*lhs[i], *rest[0]), *rest[1:]]
+            rhs[j:] = [(*rhs[j], *other[0]), *other[1:]]
+            fixed = {f for dim in (*rest, *other) for f in dim}
             break
         factor = factors.new(small)
         # The major part comes first because runs are consumed from the left.
         lhs[i], rhs[j] = (*lhs[i], *factor), (*rhs[j], *factor)
         left, right = left // small, right // small
-    else:
-        return Rule([tuple(lhs)], [tuple(rhs)], factors.sizes)
-    lhs[i:] = [factors.new(n) for n in source[i:]]
-    rhs[j:] = [factors.new(n) for n in target[j:]]
-    fixed = {f for dim in (*lhs[i:], *rhs[j:]) for f in dim}
     return Rule([tuple(lhs)], [tuple(rhs)], factors.sizes, fixed=fixed)
 
 
@@ -355,13 +361,15 @@ def _same_where_equal(eqn: Any) -> Rule:
         return _all_fixed(eqn)
     dims = [factors.new(n) for n in shape]
     fixed: set[int] = set()
-    changed = (
-        {eqn.params["dimension"]}
-        if name == "concatenate"
-        else set(eqn.params["dimensions"])
-        if name == "rev"
-        else set()
-    )
+    changed: set[int] = set()
+    if name == "concatenate":
+        changed = {eqn.params["dimension"]}
+    elif name == "split":
+        changed = {eqn.params["axis"]}
+    elif name == "rev":
+        changed = set(eqn.params["dimensions"])
+    elif name == "pad":  # a dim may be shifted and keep its size
+        changed = {i for i, config in enumerate(eqn.params["padding_config"]) if tuple(config) != (0, 0, 0)}
     for s in arrays:
         changed |= {i for i, n in enumerate(s) if n != shape[i]}
 
@@ -443,12 +451,29 @@ def _gather(eqn: Any) -> Rule:
 
 @_register("reduce_window_max", "reduce_window_sum", "reduce_window_min", "reduce_window")
 def _reduce_window(eqn: Any) -> Rule:
+    """Dims that the window leaves as they are; initial values, if any, are scalars."""
     factors = _Factors()
-    window = eqn.params["window_dimensions"]
-    dims = factors.array(_shape(eqn.invars[0]))
-    out = [d if w == 1 else factors.new(n) for d, w, n in zip(dims, window, _shape(eqn.outvars[0]), strict=True)]
-    fixed = {f for d, o, w in zip(dims, out, window, strict=True) if w != 1 for f in (*d, *o)}
-    return Rule([tuple(dims)], [tuple(out)], factors.sizes, fixed=fixed)
+    shape, out_shape = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    settings = zip(
+        eqn.params["window_dimensions"],
+        eqn.params["window_strides"],
+        eqn.params["base_dilation"],
+        eqn.params["padding"],
+        strict=True,
+    )
+    whole = [(w, s, d, tuple(p)) == (1, 1, 1, (0, 0)) for w, s, d, p in settings]
+    dims = factors.array(shape)
+    out = [d if same else factors.new(n) for d, same, n in zip(dims, whole, out_shape, strict=True)]
+    fixed = {f for d, o, same in zip(dims, out, whole, strict=True) if not same for f in (*d, *o)}
+    operands = [tuple(dims) if _shape(a) else () for a in eqn.invars]
+    return Rule(operands, [tuple(out)] * len(eqn.outvars), factors.sizes, fixed=fixed)
+
+
+@_register("optimization_barrier")
+def _barrier(eqn: Any) -> Rule:
+    factors = _Factors()
+    dims = [tuple(factors.array(_shape(a))) for a in eqn.invars]
+    return Rule(dims, list(dims), factors.sizes)
 
 
 def _all_fixed(eqn: Any) -> Rule:

@@ -4,17 +4,11 @@ import time
 import warnings
 from collections.abc import Iterable, Sequence
 
+from arena_jax.compiler.analysis import Analysis, Constraints, analyse
 from arena_jax.compiler.coupling import couples_samples
+from arena_jax.compiler.job_key import job_key
 from arena_jax.compiler.problem import Problem
-from arena_jax.compiler.search import (
-    Analysis,
-    Constraints,
-    analyse,
-    check_pins,
-    grids_of_targets,
-    job_key,
-    plan_problem,
-)
+from arena_jax.compiler.search import check_pins, grids_of_targets, plan_problem
 from arena_jax.compiler.trace import trace_loss
 from arena_jax.errors import ArenaError
 from arena_jax.grid import CATALOGUE, Allocation, Catalogue, GridShape, IndexRow, JobKey, PlanIndex, PlanStore

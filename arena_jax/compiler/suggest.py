@@ -4,7 +4,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from arena_jax.compiler.search import MAX_MICROBATCHES, Constraints
+from arena_jax.compiler.analysis import Constraints
+from arena_jax.compiler.search import MAX_MICROBATCHES
 from arena_jax.compiler.stored import StoredSearch
 from arena_jax.grid import CATALOGUE, Allocation, Catalogue, PlanIndex
 

@@ -19,6 +19,7 @@ from arena_jax.grid.plan import Plan as Plan
 from arena_jax.grid.plan import Precision as Precision
 from arena_jax.grid.plan import Spec as Spec
 from arena_jax.grid.plan import StagePlan as StagePlan
+from arena_jax.grid.plan import zero_spec as zero_spec
 from arena_jax.grid.shapes import Allocation as Allocation
 from arena_jax.grid.shapes import GridShape as GridShape
 from arena_jax.grid.shapes import Submesh as Submesh

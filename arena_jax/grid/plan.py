@@ -6,7 +6,7 @@ stand beside it (:mod:`arena_jax.grid.index`), so a new profile renames nothing.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -164,6 +164,21 @@ class Plan:
 
     def with_microbatches(self, num_microbatches: int) -> "Plan":
         return replace(self, num_microbatches=num_microbatches)
+
+
+def zero_spec(spec: Spec, shape: Sequence[int], dp: int) -> Spec:
+    """Shard over dp as well: the largest dim that is whole and that dp divides; else as it was."""
+    used = {axis for dim in spec for axis in ((dim,) if isinstance(dim, str) else dim or ())}
+    if dp == 1 or "dp" in used:
+        return spec
+    full = [*spec, *(None,) * (len(shape) - len(spec))]
+    free = [i for i, dim in enumerate(full) if dim is None and shape[i] % dp == 0 and shape[i] >= dp]
+    if not free:
+        return spec
+    full[max(free, key=lambda i: shape[i])] = "dp"
+    while full and full[-1] is None:
+        full.pop()
+    return tuple(full)
 
 
 def check(plan: Plan) -> None:

@@ -33,9 +33,7 @@ class Allocation:
         """Read ``a100:2x4`` or ``a100:4``; refuse more devices than a node of the type has."""
         allocation, stages = _parse(text, catalogue)
         if stages is not None:
-            raise UsageError(
-                f"{text!r} is a grid shape where an allocation is wanted", hint=f"write {allocation}"
-            )
+            raise UsageError(f"{text!r} is a grid shape where an allocation is wanted", hint=f"write {allocation}")
         return allocation
 
     def __str__(self) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from arena_jax.errors import UsageError
-from arena_jax.grid import AXES, Plan, Spec, StagePlan
+from arena_jax.grid import AXES, Plan, Spec, StagePlan, zero_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +80,3 @@ def fit_spec(spec: Spec, shape: Sequence[int], mesh: Mesh) -> Spec:
     while out and out[-1] is None:
         out.pop()
     return tuple(out)
-
-
-def zero_spec(spec: Spec, shape: Sequence[int], dp: int) -> Spec:
-    """Shard over dp as well: the largest dim that is whole and that dp divides; else as it was."""
-    used = {axis for dim in spec for axis in ((dim,) if isinstance(dim, str) else dim or ())}
-    if dp == 1 or "dp" in used:
-        return spec
-    full = [*spec, *(None,) * (len(shape) - len(spec))]
-    free = [i for i, dim in enumerate(full) if dim is None and shape[i] % dp == 0 and shape[i] >= dp]
-    if not free:
-        return spec
-    full[max(free, key=lambda i: shape[i])] = "dp"
-    return tuple(full)

@@ -1,0 +1,75 @@
+"""What planning needs to know of a problem before it knows any hardware, and what a user may pin."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from arena_jax.compiler.coupling import couples_samples
+from arena_jax.compiler.graph import Graph, build_graph
+from arena_jax.compiler.layers import Layers, find_layers
+from arena_jax.compiler.problem import Problem
+from arena_jax.compiler.sharding import ShardingSearch
+from arena_jax.compiler.stage_cost import LayerWork, Option, layer_work
+from arena_jax.compiler.trace import Trace, trace_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraints:
+    """Pins and switches of the search; ``None`` and ``"search"`` leave a choice open.
+
+    Attributes:
+        stages: number of pipeline stages.
+        dp, tp: mesh sizes of every stage.
+        zero: 0 to 3, or ``"search"``.
+        remat: ``"search"``, ``"on"`` or ``"off"``.
+        space: ``"full"``, or ``"alpa"`` (no ZeRO).
+        engine: ``"highs"``, the only engine of this release.
+    """
+
+    stages: int | None = None
+    dp: int | None = None
+    tp: int | None = None
+    zero: int | str = "search"
+    remat: str = "search"
+    space: str = "full"
+    engine: str = "highs"
+
+    def options(self) -> tuple[Option, ...]:
+        """The ZeRO levels and rematerialisation choices that are open, cheapest first."""
+        levels: Sequence[int] = (0, 1, 2, 3) if self.zero == "search" else (int(self.zero),)
+        if self.space == "alpa":
+            levels = (0,)
+        remats = {"search": (False, True), "on": (True,), "off": (False,)}[self.remat]
+        return tuple(Option(zero=zero, remat=remat) for remat in remats for zero in levels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """What planning needs to know of a problem, on any hardware."""
+
+    problem: Problem
+    trace: Trace
+    graph: Graph
+    layers: Layers
+    shardings: ShardingSearch
+    coupling: str
+    works: dict[tuple[int, int], LayerWork] = field(default_factory=dict)
+
+    def work(self, dp: int, tp: int) -> LayerWork:
+        """Work per layer on a ``dp x tp`` mesh, found once."""
+        if (dp, tp) not in self.works:
+            self.works[dp, tp] = layer_work(self.graph, self.layers, self.shardings.find(dp, tp))
+        return self.works[dp, tp]
+
+
+def analyse(problem: Problem, trace: Trace | None = None) -> Analysis:
+    """Trace the whole global batch as one microbatch (unless ``trace`` is that) and find its layers."""
+    trace = trace or trace_loss(problem, 1)
+    graph = build_graph(trace)
+    return Analysis(
+        problem=problem,
+        trace=trace,
+        graph=graph,
+        layers=find_layers(graph),
+        shardings=ShardingSearch(graph),
+        coupling=couples_samples(trace),
+    )

@@ -1,0 +1,193 @@
+"""The best plan of one grid at one number of microbatches, or why none fits."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from arena_jax.compiler.analysis import Analysis, Constraints
+from arena_jax.compiler.cost import Hardware, transfer_s
+from arena_jax.compiler.flops import jaxpr_flops
+from arena_jax.compiler.inter import Costs, StageChoice, best_stages, least_memory
+from arena_jax.compiler.stage_cost import MeshCost, Option, state_ratios
+from arena_jax.compiler.stage_plan import make_plan
+from arena_jax.grid import Estimate, GridShape, IndexRow, StageEstimate, Submesh, logical_meshes, tilings
+
+
+def plan_grid(
+    analysis: Analysis, grid: GridShape, hardware: Hardware, constraints: Constraints, num_microbatches: int
+) -> IndexRow:
+    layers = analysis.layers
+    if grid.num_stages > layers.num_layers:
+        return _row(grid, num_microbatches, f"the model has {layers.num_layers} layers to cut, fewer than stages")
+    search = _GridSearch(analysis, grid, hardware, constraints, num_microbatches)
+    if not search.meshes_exist:
+        return _row(grid, num_microbatches, search.why_no_mesh())
+    found = best_stages(grid, layers.num_layers, num_microbatches, search.costs, search.boundary_s())
+    if found is None:
+        return search.nothing_fits()
+    _, stages = found
+    plan = make_plan(analysis, grid, num_microbatches, [(s, search.options[s.submesh][s.option]) for s in stages])
+    estimate = search.estimate(stages)
+    return IndexRow(grid=grid, num_microbatches=num_microbatches, plan=plan, estimate=estimate)
+
+
+def _row(grid: GridShape, num_microbatches: int, reason: str, least_memory_bytes: int | None = None) -> IndexRow:
+    return IndexRow(
+        grid=grid,
+        num_microbatches=num_microbatches,
+        plan=None,
+        estimate=None,
+        reason=reason,
+        least_memory_bytes=least_memory_bytes,
+    )
+
+
+class _GridSearch:
+    """Cost tables of one grid at one number of microbatches."""
+
+    def __init__(
+        self, analysis: Analysis, grid: GridShape, hardware: Hardware, constraints: Constraints, num_microbatches: int
+    ) -> None:
+        self._analysis = analysis
+        self._grid = grid
+        self._hardware = hardware
+        self._constraints = constraints
+        self._m = num_microbatches
+        self.options: dict[Submesh, list[tuple[MeshCost, Option]]] = {}
+        self._needs: dict[tuple[int, Submesh], np.ndarray] = {}
+
+    @property
+    def _rows(self) -> int:
+        return self._analysis.problem.global_batch // self._m
+
+    def _meshes(self, submesh: Submesh) -> list[tuple[int, int]]:
+        pins = self._constraints
+        return [
+            (dp, tp)
+            for dp, tp in logical_meshes(submesh.num_devices)
+            if self._rows % dp == 0 and pins.dp in (None, dp) and pins.tp in (None, tp)
+        ]
+
+    @property
+    def meshes_exist(self) -> bool:
+        return any(all(self._meshes(s) for s in tiling) for tiling in tilings(self._grid))
+
+    def why_no_mesh(self) -> str:
+        pins = self._constraints
+        if pins.dp is None and pins.tp is None:
+            return f"no dp divides the {self._rows} rows of a microbatch here"
+        pinned = " and ".join(f"{name} {size}" for name, size in (("dp", pins.dp), ("tp", pins.tp)) if size is not None)
+        return f"pinned {pinned} forms no submesh here with {self._rows} rows a microbatch"
+
+    def costs(self, stages_left: int, submesh: Submesh) -> Costs:
+        """Best option per run of layers; a stage that is k from the end keeps k microbatches in flight."""
+        count = self._analysis.layers.num_layers
+        options = self._options(submesh)
+        seconds = np.full((count, count), np.inf)
+        option = np.zeros((count, count), int)
+        below = np.tri(count, k=-1, dtype=bool)
+        in_flight = min(stages_left, self._m)
+        needs = np.full((count, count), np.inf)
+        for i, (mesh, choice) in enumerate(options):
+            compute, communication, once = mesh.step_parts(self._m, choice)
+            memory = mesh.memory(self._m, in_flight, choice)
+            needs = np.minimum(needs, np.where(below, np.inf, memory))
+            # Once-a-step work is spread over the microbatches, so that one number ranks stages.
+            total = compute + communication + once / self._m
+            total = np.where((memory <= self._hardware.usable_bytes) & ~below, total, np.inf)
+            better = total < seconds
+            seconds[better], option[better] = total[better], i
+        self._needs[stages_left, submesh] = needs
+        return Costs(seconds=seconds, option=option)
+
+    def _options(self, submesh: Submesh) -> list[tuple[MeshCost, Option]]:
+        if submesh not in self.options:
+            analysis = self._analysis
+            optimizer, accumulator = state_ratios(analysis.problem)
+            live = np.array(analysis.layers.live_bytes, float)
+            self.options[submesh] = [
+                (
+                    MeshCost(
+                        work=analysis.work(dp, tp),
+                        hardware=self._hardware,
+                        submesh=submesh,
+                        optimizer_ratio=optimizer,
+                        accumulator_ratio=accumulator,
+                        live_bytes=live,
+                    ),
+                    option,
+                )
+                for dp, tp in self._meshes(submesh)
+                for option in self._constraints.options()
+                if option.zero == 0 or dp > 1
+            ]
+        return self.options[submesh]
+
+    def boundary_s(self) -> np.ndarray:
+        """Seconds per microbatch to carry values into each layer and cotangents back."""
+        same_node = self._grid.allocation.num_nodes == 1
+        return np.array(
+            [
+                2 * (transfer_s(self._hardware, b / self._m, same_node) + self._dispatch_s) if b else 0.0
+                for b in self._analysis.layers.live_bytes
+            ]
+        )
+
+    @property
+    def _dispatch_s(self) -> float:
+        """Issuing the programs of one more stage; on virtual CPU devices nothing hides it."""
+        return self._hardware.dispatch_s * (self._m if self._hardware.device.platform == "cpu" else 1)
+
+    def nothing_fits(self) -> IndexRow:
+        """The row of a grid on which nothing fits, with the bytes of the cut that needs fewest."""
+        usable = self._hardware.usable_bytes
+        least = least_memory(self._grid, self._analysis.layers.num_layers, lambda *at: self._needs[at])
+        if not usable < least < np.inf:
+            return _row(self._grid, self._m, "no cut of the layers fits the memory of every stage")
+        reason = f"needs {_gib(least)} a device, {_gib(usable)} are usable: {_gib(least - usable)} too much"
+        return _row(self._grid, self._m, reason, least_memory_bytes=int(least))
+
+    def estimate(self, stages: Sequence[StageChoice]) -> Estimate:
+        computes: list[float] = []
+        communications: list[float] = []
+        onces: list[float] = []
+        memories: list[int] = []
+        for i, s in enumerate(stages):
+            mesh, option = self.options[s.submesh][s.option]
+            compute, communication, once = mesh.step_parts(self._m, option)
+            in_flight = min(len(stages) - i, self._m)
+            at = s.first, s.last
+            computes.append(float(compute[at]))
+            communications.append(float(communication[at]))
+            onces.append(float(once[at]))
+            memories.append(int(mesh.memory(self._m, in_flight, option)[at]))
+        times = [a + b for a, b in zip(computes, communications, strict=True)]
+        slowest = int(np.argmax(times))
+        bubbles = (self._m - 1) * times[slowest]
+        boundary = self.boundary_s()
+        boundaries = float(sum(boundary[s.first] for s in stages[1:]))
+        once_s = max(onces)
+        step_time_s = sum(times) + bubbles + boundaries + once_s
+        rounds = self._m - 1
+        breakdown = {
+            "compute_s": sum(computes) + rounds * computes[slowest],
+            "communication_s": sum(communications) + rounds * communications[slowest],
+            "boundary_s": boundaries,
+            "gradients_and_update_s": once_s,
+        }
+        return Estimate(
+            step_time_s=step_time_s,
+            memory_bytes=max(memories),
+            device_memory_bytes=self._hardware.usable_bytes,
+            stages=tuple(
+                StageEstimate(compute_s=c, communication_s=d, memory_bytes=m)
+                for c, d, m in zip(computes, communications, memories, strict=True)
+            ),
+            flops=3 * jaxpr_flops(self._analysis.trace.jaxpr),
+            imbalance=max(times) / (sum(times) / len(times)),
+            breakdown=breakdown,
+        )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
