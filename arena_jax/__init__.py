@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from arena_jax.errors import PlanError as PlanError
     from arena_jax.errors import RecipeError as RecipeError
     from arena_jax.errors import UsageError as UsageError
+    from arena_jax.fit import CheckpointOptions as CheckpointOptions
     from arena_jax.fit import FitResult as FitResult
     from arena_jax.fit import compile as compile
     from arena_jax.fit import fit as fit
@@ -50,7 +51,7 @@ _HOME_OF = {
             "RecipeError",
             "UsageError",
         ),
-        "arena_jax.fit": ("FitResult", "compile", "fit", "plan"),
+        "arena_jax.fit": ("CheckpointOptions", "FitResult", "compile", "fit", "plan"),
         "arena_jax.grid": ("Allocation", "GridShape", "Plan", "PlanIndex", "Precision"),
         "arena_jax.recipe": ("Recipe", "load_recipe"),
         "arena_jax.values": ("Last", "Sum", "Weighted"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arena_jax.errors import PlanError
@@ -45,6 +45,7 @@ def with_stage(index: int, **changes: Any) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
+@settings(max_examples=30)
 @given(plans())
 def test_json_reads_back(plan: Plan) -> None:
     again = Plan.from_json(json.loads(plan.dumps()))
@@ -53,6 +54,7 @@ def test_json_reads_back(plan: Plan) -> None:
     assert again.dumps() == plan.dumps()
 
 
+@settings(max_examples=30)
 @given(plans())
 def test_device_numbers_cover_the_allocation(plan: Plan) -> None:
     numbers = [number for stage in plan.device_numbers for number in stage]

@@ -72,8 +72,17 @@ def test_numbers_and_words_mean_what_they_look_like() -> None:
     text = "{a: 1e-4, b: off, c: 1:30, d: 010, e: 1_000, f: yes, g: true, h: .5, i: null, j: -inf, k: 5: cpu}"
     text = text.replace("k: 5: cpu", 'k: "5: cpu:2"')
     assert parse_yaml(text, "a test") == {
-        "a": 1e-4, "b": "off", "c": "1:30", "d": 10, "e": 1000, "f": "yes", "g": True,
-        "h": 0.5, "i": None, "j": -math.inf, "k": "5: cpu:2",
+        "a": 1e-4,
+        "b": "off",
+        "c": "1:30",
+        "d": 10,
+        "e": 1000,
+        "f": "yes",
+        "g": True,
+        "h": 0.5,
+        "i": None,
+        "j": -math.inf,
+        "k": "5: cpu:2",
     }
 
 

@@ -126,10 +126,14 @@ def write_table() -> int:
         "|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda r: r["key"]):
-        numbers = [f"{row[n]:.1e}" if n in row else "-" for n in ("losses", "first_loss", "first_gradient", "parameters")]
+        numbers = [
+            f"{row[n]:.1e}" if n in row else "-" for n in ("losses", "first_loss", "first_gradient", "parameters")
+        ]
         lines.append(f"| {row['key']} | {' | '.join(numbers)} | {'yes' if row['ok'] else row.get('error', 'no')} |")
     TABLE.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    TABLE.with_suffix(".json").write_text(json.dumps(sorted(rows, key=lambda r: r["key"]), indent=0) + "\n", encoding="utf-8")
+    TABLE.with_suffix(".json").write_text(
+        json.dumps(sorted(rows, key=lambda r: r["key"]), indent=0) + "\n", encoding="utf-8"
+    )
     print(f"{len(rows)} plans, {len(failed)} failed: {TABLE.with_suffix('.md').relative_to(ROOT)}")
     return 1 if failed else 0
 
