@@ -88,7 +88,7 @@ class Gavel:
                 chosen[i] = at[i, k]
                 free[k] -= need
         # Work conserving: devices left over go to whoever can use them.
-        for i in np.flatnonzero(chosen < 0):
+        for i in np.flatnonzero(chosen < 0).tolist():
             for k in np.argsort(-owed[i]).tolist():
                 if at[i, k] >= 0 and columns.num_devices[at[i, k]] <= free[k]:
                     chosen[i] = at[i, k]
