@@ -14,7 +14,7 @@ from arena_jax.errors import ArenaError, InfeasibleError, UsageError
 from arena_jax.grid import CATALOGUE, Allocation, GridShape, IndexRow, Plan, PlanIndex, PlanStore
 from arena_jax.recipe.schema import PlanSection
 from arena_jax.runtime.contract import Compiled, Program
-from arena_jax.runtime.program import compile_program
+from arena_jax.runtime.lower import compile_program
 
 # What is inside jax's `device_kind`, most specific first, and the catalogue's name for it.
 _KINDS = {
