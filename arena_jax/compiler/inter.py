@@ -7,10 +7,11 @@ layers to submeshes that tile the grid. For each bound on the slowest stage a dy
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
-from arena_jax.grid import GridShape, Submesh, place, submesh_choices
+from arena_jax.grid import GridShape, Submesh, place, submesh_choices, tilings
 
 # At most this many bounds on the slowest stage are tried, spread evenly over the stage times.
 _MAX_BOUNDS = 64
@@ -158,5 +159,41 @@ def _within(
         stages.append(StageChoice(first=layer, last=last, submesh=submesh, option=option))
         layer, left = last + 1, left - submesh.num_devices
     if place(grid.allocation, tuple(s.submesh for s in stages)) is None:
-        return None
+        return _within_tilings(grid, num_layers, tables, boundary_s, bound)
     return float(least[0, devices]), stages
+
+
+def _within_tilings(
+    grid: GridShape,
+    num_layers: int,
+    tables: dict[tuple[int, Submesh], Costs],
+    boundary_s: np.ndarray,
+    bound: float,
+) -> tuple[float, list[StageChoice]] | None:
+    """As :func:`_within`, one tiling after the other: slower, for nodes that powers of two do not fill.
+
+    There, submeshes with the right number of devices may not pack, such as three pairs on two nodes of three.
+    """
+    nothing: tuple[float, tuple[StageChoice, ...]] = (float("inf"), ())
+
+    @cache
+    def least(first: int, left: tuple[Submesh, ...]) -> tuple[float, tuple[StageChoice, ...]]:
+        if not left:
+            return (0.0, ()) if first == num_layers else nothing
+        best = nothing
+        for submesh in dict.fromkeys(left):
+            table = tables[len(left), submesh]
+            rest = list(left)
+            rest.remove(submesh)
+            for last in range(first, num_layers - len(rest)):
+                if table.seconds[first, last] > bound:
+                    continue
+                after, stages = least(last + 1, tuple(rest))
+                total = float(table.seconds[first, last] + boundary_s[first]) + after
+                if total < best[0]:
+                    choice = StageChoice(first=first, last=last, submesh=submesh, option=int(table.option[first, last]))
+                    best = total, (choice, *stages)
+        return best
+
+    total, stages = min((least(0, tiling) for tiling in tilings(grid)), key=lambda found: found[0], default=nothing)
+    return (total, list(stages)) if stages else None
