@@ -49,21 +49,21 @@ def couples_samples(trace: Trace) -> str:
     for var, has_rows in zip(trace.batch_vars, trace.batch_has_rows, strict=True):
         env[var] = _Value(_ROWS, 0) if has_rows else _Value(_FREE)
     reasons: dict[str, None] = {}
-    _walk(trace.jaxpr, env, reasons, "")
+    _walk(trace.jaxpr, env, reasons, trace.rows)
     for atom, what in zip(trace.loss_atoms, ("loss", "weight of the loss"), strict=True):
         if not isinstance(atom, _compat.Literal) and env[atom].status == _COUPLED:
             reasons.setdefault(f"the {what} combines samples beyond a sum")
     return next(iter(reasons), "")
 
 
-def _walk(jaxpr: Any, env: dict[Any, _Value], reasons: dict[str, None], where: str) -> None:
+def _walk(jaxpr: Any, env: dict[Any, _Value], reasons: dict[str, None], rows: int) -> None:
     for eqn in jaxpr.eqns:
         inputs = [_Value(_FREE) if isinstance(a, _compat.Literal) else env[a] for a in eqn.invars]
-        for var, value in zip(eqn.outvars, _flow(eqn, inputs, reasons), strict=True):
+        for var, value in zip(eqn.outvars, _flow(eqn, inputs, reasons, rows), strict=True):
             env[var] = value
 
 
-def _flow(eqn: Any, inputs: Sequence[_Value], reasons: dict[str, None]) -> list[_Value]:
+def _flow(eqn: Any, inputs: Sequence[_Value], reasons: dict[str, None], rows: int) -> list[_Value]:
     name = eqn.primitive.name
     if name in _RANDOM:
         reasons.setdefault("random keys (dropout) give each microbatch its own numbers")
@@ -75,12 +75,12 @@ def _flow(eqn: Any, inputs: Sequence[_Value], reasons: dict[str, None]) -> list[
         return [_Value(_COUPLED)] * len(eqn.outvars)
     if status == _SUMMED:
         return [_Value(_after_sum(name, inputs))] * len(eqn.outvars)
-    body = _body(eqn, inputs)
+    body = _body(eqn, inputs, rows)
     if body is not None:
         jaxpr, env, unpack = body
-        _walk(jaxpr, env, reasons, name)
+        _walk(jaxpr, env, reasons, rows)
         return unpack([_Value(_FREE) if isinstance(a, _compat.Literal) else env[a] for a in jaxpr.outvars])
-    return _through_rule(eqn, inputs)
+    return _through_rule(eqn, inputs, rows)
 
 
 def _after_sum(name: str, inputs: Sequence[_Value]) -> int:
@@ -100,7 +100,7 @@ def _after_sum(name: str, inputs: Sequence[_Value]) -> int:
     return _COUPLED
 
 
-def _through_rule(eqn: Any, inputs: Sequence[_Value]) -> list[_Value]:
+def _through_rule(eqn: Any, inputs: Sequence[_Value], rows: int) -> list[_Value]:
     rule = rule_of(eqn)
     coupled = [_Value(_COUPLED)] * len(eqn.outvars)
     if rule is None:
@@ -112,10 +112,10 @@ def _through_rule(eqn: Any, inputs: Sequence[_Value]) -> list[_Value]:
         if value.dim is None or value.dim >= len(dims):
             return coupled
         dim = dims[value.dim]
-        if dim:
-            factors.add(dim[0])
-    if not factors:
-        return coupled if any(v.status == _ROWS for v in inputs) else [_Value(_FREE)] * len(eqn.outvars)
+        # Rows are the major part of their dim. A regrouping that splits them mixes them with what follows.
+        if not dim or rule.sizes[dim[0]] % rows:
+            return coupled
+        factors.add(dim[0])
     if len(factors) > 1 or factors & rule.fixed:
         return coupled
     (factor,) = factors
@@ -131,7 +131,7 @@ def _through_rule(eqn: Any, inputs: Sequence[_Value]) -> list[_Value]:
     return out
 
 
-def _body(eqn: Any, inputs: Sequence[_Value]) -> Any:
+def _body(eqn: Any, inputs: Sequence[_Value], rows: int) -> Any:
     """Body of a call, scan or custom rule, with its environment and how its results come out."""
     name = eqn.primitive.name
     if name == "scan":
@@ -142,7 +142,7 @@ def _body(eqn: Any, inputs: Sequence[_Value]) -> Any:
             v if i < stacked or v.dim is None else _Value(_COUPLED if v.dim == 0 else v.status, v.dim - 1)
             for i, v in enumerate(inputs)
         ]
-        env = _bind(jaxpr, _settle(jaxpr, inner, num_consts, num_carry))
+        env = _bind(jaxpr, _settle(jaxpr, inner, num_consts, num_carry, rows))
 
         def unpack(outs: list[_Value]) -> list[_Value]:
             return [v if i < num_carry or v.dim is None else _Value(v.status, v.dim + 1) for i, v in enumerate(outs)]
@@ -159,12 +159,12 @@ def _body(eqn: Any, inputs: Sequence[_Value]) -> Any:
     return jaxpr, _bind(jaxpr, inputs), list
 
 
-def _settle(jaxpr: Any, inner: list[_Value], num_consts: int, num_carry: int) -> list[_Value]:
+def _settle(jaxpr: Any, inner: list[_Value], num_consts: int, num_carry: int, rows: int) -> list[_Value]:
     """Raise the carry until another iteration changes nothing."""
     current = list(inner)
     for _ in range(4):
         env = _bind(jaxpr, current)
-        _walk(jaxpr, env, {}, "")
+        _walk(jaxpr, env, {}, rows)
         outs = [_Value(_FREE) if isinstance(a, _compat.Literal) else env[a] for a in jaxpr.outvars[:num_carry]]
         changed = False
         for k, out in enumerate(outs):

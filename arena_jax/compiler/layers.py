@@ -100,7 +100,7 @@ def _candidates(graph: Graph) -> tuple[list[_Candidate], float]:
             continue
         flops = eqn_flops(node.eqn)
         if node.eqn.primitive.name == "scan" and not node.eqn.params["reverse"]:
-            found.extend(_inside_scan(node.eqn, index, work, flops, live))
+            found.extend(_inside_scan(node.eqn, index, work, flops, live - _replaced(graph, node.eqn, index, last_use)))
         work += flops
         for var in node.eqn.outvars:
             until = last_use.get(var, index)
@@ -110,6 +110,13 @@ def _candidates(graph: Graph) -> tuple[list[_Candidate], float]:
                 dying[until] = dying.get(until, 0) + size
         live -= dying.pop(index, 0)
     return found, work
+
+
+def _replaced(graph: Graph, eqn: Any, index: int, last_use: dict[Any, int]) -> int:
+    """Bytes of the values that a scan starts from and nothing needs later: its carry takes their place."""
+    num_consts, num_carry = _compat.scan_sizes(eqn)
+    starts = {a for a in eqn.invars[num_consts : num_consts + num_carry] if not isinstance(a, _compat.Literal)}
+    return sum(array_bytes(a) for a in starts if last_use[a] == index and graph.flag(a) & PLACED)
 
 
 def _inside_scan(eqn: Any, index: int, work: float, flops: float, live: int) -> list[_Candidate]:
