@@ -6,6 +6,7 @@ Each precision runs in a process of its own, for jax fixes 64-bit mode at start.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -76,6 +77,8 @@ def run_precision(precision: str, only: str) -> int:
         cases = [case for case in cases if case.model != "wide_resnet"]
     done = {row["key"] for row in read_log()}
     todo = [case for case in cases if case.key not in done and only in case.key]
+    # In an order that mixes models and grids, so that a run cut short has seen some of everything.
+    todo.sort(key=lambda case: hashlib.blake2b(case.key.encode()).digest())
     LOG.parent.mkdir(exist_ok=True)
     for number, case in enumerate(todo, 1):
         start = time.perf_counter()
