@@ -31,3 +31,13 @@ def test_examples_run_from_the_readme_alone(number: int, tmp_path: Path):
     assert "cpu:8/s" in done.stdout
     losses = [float(word) for word in re.findall(r"\d+\.\d+(?:e-?\d+)?", done.stdout)]
     assert losses[-1] < losses[0], done.stdout
+
+
+def test_links_to_files_lead_somewhere():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    missing = []
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if not (page.parent / target).exists():
+                missing.append(f"{page.name}: {target}")
+    assert not missing
