@@ -231,13 +231,16 @@ def _abstract_model(model: Any, seed: int) -> tuple[Callable[[nnx.Rngs], nnx.Mod
             hint="wrap a Linen module as lambda rngs: nnx.bridge.ToNNX(module, rngs).lazy_init(example)",
         )
 
-    abstract = nnx.eval_shape(lambda: model(nnx.Rngs(seed)))
-    if not isinstance(abstract, nnx.Module):
-        raise ModelError(
-            f"the model factory returned a {type(abstract).__name__}, not an nnx.Module",
-            hint="a factory takes nnx.Rngs and returns the module",
-        )
-    return model, abstract
+    def make() -> nnx.Module:
+        made = model(nnx.Rngs(seed))
+        if not isinstance(made, nnx.Module):
+            raise ModelError(
+                f"the model factory returned {type(made).__name__}, not an nnx.Module",
+                hint="a factory takes nnx.Rngs and returns the module",
+            )
+        return made
+
+    return model, nnx.eval_shape(make)
 
 
 def _filters(trainable: Any) -> tuple[Any, Any, Any]:

@@ -232,6 +232,11 @@ def _flatten_metrics(metrics: dict[str, Any]) -> tuple[list[Metric], list[Any]]:
         else:
             kind, parts = MEAN, [value]
         for part in parts:
+            if not hasattr(part, "dtype") and not isinstance(part, int | float):
+                raise ModelError(
+                    f"metric {name!r} is {type(part).__name__}, metrics are numbers",
+                    hint="return arrays without dims, Weighted(sum, weight), Sum or Last",
+                )
             if jnp.shape(part) != ():
                 raise ModelError(
                     f"metric {name!r} has shape {jnp.shape(part)}, metrics are scalars",
