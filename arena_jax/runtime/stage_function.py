@@ -67,7 +67,7 @@ class StageFunction:
         ):
             env.update(zip(variables, arrays, strict=True))
         emitter = Emitter(self.placement.mesh, self.specs, remat_scans=self.remat)
-        if self.remat and len(self.segments) > 1:
+        if self.remat:
             self._run_rematerialised(emitter, env)
         else:
             for segment in self.segments:
