@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from tests.same_numbers.cases import Case, pairwise_matrix, variation_cases
+from tests.same_numbers.cases import NUM_MICROBATCHES, Case, pairwise_matrix, variation_cases
 from tests.same_numbers.run import run
 
 TOLERANCE = 1e-9
@@ -21,14 +21,16 @@ def float64() -> Iterator[None]:
 
 def _some_variations() -> list[Case]:
     """Each variation once, on ever another plan."""
-    cases = variation_cases()
     by_name: dict[str, list[Case]] = {}
-    for case in cases:
-        by_name.setdefault(f"{case.variation} M{case.num_microbatches}", []).append(case)
+    for case in variation_cases():
+        other_counts = {("", 4), ("weighted", 12)}
+        if case.num_microbatches == NUM_MICROBATCHES or (case.variation, case.num_microbatches) in other_counts:
+            by_name.setdefault(f"{case.variation} M{case.num_microbatches}", []).append(case)
+    by_name.pop(f" M{NUM_MICROBATCHES}", None)
     return [found[(i + 1) % len(found)] for i, found in enumerate(by_name.values())]
 
 
-@pytest.mark.parametrize("case", [*pairwise_matrix(22), *_some_variations()], ids=lambda case: case.key)
+@pytest.mark.parametrize("case", [*pairwise_matrix(27), *_some_variations()], ids=lambda case: case.key)
 def test_plan_matches_one_device(case: Case) -> None:
     difference = run(case)
     assert difference.losses <= TOLERANCE
