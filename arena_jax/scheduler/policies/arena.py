@@ -73,6 +73,8 @@ class Arena:
             first_step=0.5 if fresh else 0.2,
         )
         fixed = settled(jobs, now, self.rules)
+        if not self.resize:
+            fixed = fixed | (jobs.column >= 0)
         starts = [jobs.column]
         if num_jobs <= _SECOND_START:
             starts.append(wanted(self._prices, value, jobs.column, fixed, view))
