@@ -13,6 +13,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from benchmarks._report import table, write
 from benchmarks.step_overhead import LONG
 
 LIMIT = 0.03
+# The shortest step that the limit is for, about 100 ms, on which the loop weighs most.
+TASK = replace(LONG, global_batch=12)
 CATCH_UP_TIMEOUT_S = 120.0
 
 
@@ -64,7 +67,7 @@ class Loop:
     def __init__(self, ours: Ours, folder: Path) -> None:
         self._ours = ours
         self._step = 0
-        sizes = [f"global_batch={LONG.global_batch}", f"model.sequence_length={LONG.config.sequence_length}"]
+        sizes = [f"global_batch={TASK.global_batch}", f"model.sequence_length={TASK.config.sequence_length}"]
         self._feed = Feed(build(load_recipe("gpt_tiny", sizes)).make_data())
         self._compiled = Compiled(program=ours.program)
         log = EventLog(folder / "events.jsonl")
@@ -78,7 +81,7 @@ class Loop:
         """Seconds of that many steps, the tracker's late work included."""
         options = LoopOptions(
             num_steps=self._step + num_steps,
-            items_per_step=LONG.global_batch * LONG.config.sequence_length,
+            items_per_step=TASK.global_batch * TASK.config.sequence_length,
             item_unit="tokens",
         )
         trainer = Trainer(
@@ -111,8 +114,8 @@ def bare_s(ours: Ours, batch: Any, num_steps: int) -> float:
 
 def measure(num_pairs: int, num_steps: int) -> tuple[Pairs, dict[str, float]]:
     """Pairs of stretches, and what the tracker's thread spent per step."""
-    ours = Ours(LONG, ((1, 1),))
-    batch = LONG.batch(0)
+    ours = Ours(TASK, ((1, 1),))
+    batch = TASK.batch(0)
     with tempfile.TemporaryDirectory() as folder:
         loop = Loop(ours, Path(folder))
         loop.stretch_s(num_steps)  # mlflow is imported and its store made meanwhile
@@ -157,8 +160,11 @@ def main() -> None:
         ["limit", f"{100 * LIMIT:.0f} %: {'within' if pairs.ratio - 1 < LIMIT else 'MISSED'}"],
     ]
     lines = [
-        f"`Trainer` with data, event log and MLflow (SQLite) against bare `program.step` calls; {args.pairs} "
-        f"interleaved pairs of {args.steps} steps of the one-device program of `step_overhead`.",
+        (
+            f"`Trainer` with data, event log and MLflow (SQLite) against bare `program.step` calls; {args.pairs} "
+            f"interleaved pairs of {args.steps} steps of one device's program, global batch {TASK.global_batch}. "
+            "The tracker works beside the steps; its time is the wall time of its calls, competing with them."
+        ),
         "",
         *table(["", ""], rows),
     ]

@@ -64,8 +64,10 @@ def main() -> None:
             ]
         )
     lines = [
-        f"Wall time of a whole process, median of {args.repeats}; the limit is {LIMIT_S} s. "
-        f"Python alone (`-c pass`) took {np.median(bare):.3f} s.",
+        (
+            f"Wall time of a whole process, median of {args.repeats}; the limit is {LIMIT_S} s. "
+            f"Python alone (`-c pass`) took {np.median(bare):.3f} s."
+        ),
         "",
         *table(["command", "median s", "min", "max", "imports of jax, mlflow", "within"], rows),
     ]

@@ -12,7 +12,6 @@ Comparisons that ``--only`` leaves out keep what the result file says of them.
 import argparse
 import fnmatch
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -24,6 +23,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from arena_jax.grid import AXES
+from benchmarks._dispatch import interleaved, taken_apart
 from benchmarks._handwritten import Jitted, OneFOneB, Permuted, Task
 from benchmarks._ours import Meshes, Ours
 from benchmarks._pairs import Pairs, interleave
@@ -142,60 +142,30 @@ def check_equal(task: Task, ours: Ours, theirs: Any) -> None:
             raise AssertionError(f"step {seed + 1}: our loss is {a}, by hand it is {b}")
 
 
-# Dispatch: what a program costs the host, which shows when a step is short.
-
-
 def dispatch_costs(num_steps: int) -> list[dict[str, Any]]:
-    """Times of a short step by number of programs, ours and by hand."""
+    """Host time of a short step by number of programs, ours and by hand."""
     rows = []
     for name, meshes, make in (("one stage", ((1, 1),), by_jit), ("two stages", ((1, 1), (1, 1)), by_hand)):
         for count in (1, 4, 8):
             task = replace(SHORT, num_microbatches=count)
             ours = Ours(task, meshes)
             theirs: Any = make(task, ours)
-            pairs = time_both(task, ours, theirs, num_steps)
-            row: dict[str, Any] = {"plan": name, "num_microbatches": count, "ratio": pairs.ratio}
-            batch = task.batch(0)
-            for who, stepper, steps_s in (("ours", ours, pairs.ours_s), ("by_hand", theirs, pairs.theirs_s)):
-                num_programs = theirs.num_programs if stepper is theirs else num_issued(ours, batch)
-                host_s = issue_s(stepper, batch, num_steps)
-                row[who] = {
-                    "num_programs": num_programs,
-                    "step_s": float(np.median(steps_s)),
+            check_equal(task, ours, theirs)
+            times = interleaved(ours, theirs, task.batch(0), num_steps)
+            host_s, step_s = ({who: float(np.median(t[:, i])) for who, t in times.items()} for i in (0, 1))
+            rows.append(
+                {
+                    "plan": name,
+                    "num_microbatches": count,
+                    "step_s": step_s,
+                    "step_ratio": float(np.median(times["ours"][:, 1] / times["by_hand"][:, 1])),
                     "host_s": host_s,
-                    "host_per_program_s": host_s / num_programs,
+                    "host_ratio": float(np.median(times["ours"][:, 0] / times["by_hand"][:, 0])),
+                    "num_programs_by_hand": theirs.num_programs,
+                    **taken_apart(ours, task.batch(0), num_steps),
                 }
-            rows.append(row)
+            )
     return rows
-
-
-def issue_s(stepper: Any, batch: Any, num_steps: int) -> float:
-    """Median time until ``step`` returns, called when the devices are idle."""
-    times = []
-    for _ in range(num_steps):
-        began = time.perf_counter()
-        loss = stepper.step(batch)
-        times.append(time.perf_counter() - began)
-        jax.block_until_ready((loss, stepper.state))
-    return float(np.median(times))
-
-
-def num_issued(ours: Ours, batch: Any) -> int:
-    """Programs compiled ahead of time that one step calls."""
-    calls = 0
-    call = jax.stages.Compiled.__call__
-
-    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return call(self, *args, **kwargs)
-
-    jax.stages.Compiled.__call__ = counting
-    try:
-        finish(ours, batch)
-    finally:
-        jax.stages.Compiled.__call__ = call
-    return calls
 
 
 # The report.
@@ -244,23 +214,29 @@ def report(results: dict[str, Any]) -> list[str]:
 def _dispatch_lines(rows: list[dict[str, Any]]) -> list[str]:
     cells = [
         [
-            row["plan"],
-            row["num_microbatches"],
-            *(f"{row[who]['num_programs']}" for who in ("ours", "by_hand")),
-            *(f"{1e3 * row[who]['step_s']:.2f}" for who in ("ours", "by_hand")),
-            f"{row['ratio']:.2f}",
-            *(f"{1e3 * row[who]['host_s']:.2f}" for who in ("ours", "by_hand")),
-            *(f"{1e6 * row[who]['host_per_program_s']:.0f}" for who in ("ours", "by_hand")),
+            f"{row['plan']}, {row['num_microbatches']}",
+            *(f"{1e3 * row['step_s'][who]:.1f}" for who in ("ours", "by_hand")),
+            f"{row['step_ratio']:.2f}",
+            *(f"{1e3 * row['host_s'][who]:.1f}" for who in ("ours", "by_hand")),
+            f"{row['host_ratio']:.2f}",
+            f"{row['num_programs']:.0f} ({row['num_programs_by_hand']})",
+            f"{1e6 * row['host_s']['ours'] / row['num_programs']:.0f}",
+            f"{1e6 * row['python_per_program_s']:.0f}",
+            f"{1e6 * row['call_per_program_s']:.0f}",
+            f"{row['num_transfers']:.0f}",
+            f"{1e6 * row['per_transfer_s']:.0f}",
         ]
         for row in rows
     ]
-    head = ["plan", "microbatches", "programs", "by hand", "step ms", "by hand", "ratio", "host ms", "by hand",
-            "host us per program", "by hand"]  # fmt: skip
+    head = ["plan, microbatches", "step ms", "by hand", "ratio", "host ms", "by hand", "ratio", "programs (by hand)",
+            "host us/program", "our Python us/program", "in calls us/program", "transfers", "us each"]  # fmt: skip
     return [
         (
             f"GPT of {SHORT.config.num_layers} layers, width {SHORT.config.hidden}, global batch "
-            f"{SHORT.global_batch}. Programs: compiled programs issued per step. Host: until `step` returns, its "
-            "checks, transfers and Python included, divided by the programs in the last columns."
+            f"{SHORT.global_batch}. Host: from calling `step` with idle devices until it returns. Programs: compiled "
+            "programs issued per step. On CPU jax runs small programs inside the call that issues them, so the time "
+            "in calls, and with it host time, holds their computation; our Python is what remains of host time "
+            "outside program calls and transfers."
         ),
         "",
         *table(head, cells),
