@@ -23,6 +23,7 @@ from arena_jax.runtime.contract import Compiled, LoopOptions, Outcome, Program
 from arena_jax.runtime.feed import Feed
 from arena_jax.runtime.hooks import ScriptedHook
 from arena_jax.runtime.journal import Journal
+from arena_jax.runtime.metrics import InFlight
 from arena_jax.runtime.trainer import Trainer
 from tests.doubles import BATCH, JitProgram, ToyLoader, one_stage_plan
 
@@ -425,3 +426,36 @@ def test_step_times_add_up_to_the_wall(tmp_path: Path) -> None:
     began = time.perf_counter()
     outcome = Bench(tmp_path, steps=20).run()
     assert 0 < sum(r.step_time_s for r in outcome.history) <= time.perf_counter() - began
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_the_last_steps_take_as_long_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not a step was complete long before it was fetched."""
+    clock = Clock()
+    monkeypatch.setattr("arena_jax.runtime.metrics.time", clock)
+    inflight, records = InFlight(), []
+    for step in range(1, 6):
+        clock.now += 2.0  # a step that runs while it is dispatched
+        inflight.push(step, {"loss": np.float32(step)})
+        records += inflight.due()
+    records += inflight.drain()
+    assert [(r.step, r.loss, r.step_time_s) for r in records] == [(k, float(k), 2.0) for k in range(1, 6)]
+
+
+def test_steps_that_are_complete_at_once_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, ready = Clock(), False
+    monkeypatch.setattr("arena_jax.runtime.metrics.time", clock)
+    monkeypatch.setattr("arena_jax.runtime.metrics._is_ready", lambda metrics: ready)
+    inflight = InFlight()
+    for step in (1, 2):
+        inflight.push(step, {"loss": 0.0})
+    ready, clock.now = True, 3.0
+    assert [r.step_time_s for r in inflight.drain()] == [1.5, 1.5]

@@ -31,16 +31,27 @@ class StepRecord:
     step_time_s: float
 
 
+@dataclass
+class _Dispatched:
+    step: int
+    metrics: Mapping[str, Any]
+    step_time_s: float | None = None  # known once it was seen to be complete
+
+
 class InFlight:
     """Steps that were dispatched and whose metrics have not been looked at.
 
     Fetching the metrics of step k waits until step k is complete. Doing so only once step k +
     ``depth`` is dispatched keeps the devices busy and bounds how far the host runs ahead of them.
+
+    A step's time ends when it is first seen to be complete, not when it is fetched: by then the steps
+    after it may be complete, too, and would seem to have taken no time. Steps that complete between
+    two looks share the time between them.
     """
 
     def __init__(self, depth: int = 2) -> None:
         self._depth = depth
-        self._waiting: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._waiting: deque[_Dispatched] = deque()
         self._last_s = time.perf_counter()
 
     def restart_clock(self) -> None:
@@ -52,7 +63,8 @@ class InFlight:
         for leaf in jax.tree.leaves(metrics):
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()
-        self._waiting.append((step, metrics))
+        self._waiting.append(_Dispatched(step, metrics))
+        self._look()
 
     def due(self) -> Iterator[StepRecord]:
         """The records of the steps that are more than ``depth`` behind."""
@@ -64,11 +76,38 @@ class InFlight:
 
     def _take(self, leave: int) -> Iterator[StepRecord]:
         while len(self._waiting) > leave:
-            step, metrics = self._waiting.popleft()
-            values = {name: plain(value) for name, value in jax.device_get(dict(metrics)).items()}
-            now = time.perf_counter()
-            elapsed_s, self._last_s = now - self._last_s, now
-            yield StepRecord(step=step, loss=float(values.pop("loss")), metrics=values, step_time_s=elapsed_s)
+            self._look()
+            first = self._waiting[0]
+            values = {name: plain(value) for name, value in jax.device_get(dict(first.metrics)).items()}
+            self._look(at_least=1)
+            self._waiting.popleft()
+            assert first.step_time_s is not None
+            yield StepRecord(
+                step=first.step, loss=float(values.pop("loss")), metrics=values, step_time_s=first.step_time_s
+            )
+
+    def _look(self, at_least: int = 0) -> None:
+        """Share the time since a step was last seen to complete among those that did since then.
+
+        The first ``at_least`` steps are known to be complete. Devices take steps in order.
+        """
+        complete = []
+        for number, dispatched in enumerate(self._waiting):
+            if dispatched.step_time_s is not None:
+                continue
+            if number >= at_least and not _is_ready(dispatched.metrics):
+                break
+            complete.append(dispatched)
+        if not complete:
+            return
+        now = time.perf_counter()
+        for dispatched in complete:
+            dispatched.step_time_s = (now - self._last_s) / len(complete)
+        self._last_s = now
+
+
+def _is_ready(metrics: Mapping[str, Any]) -> bool:
+    return all(leaf.is_ready() for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array))
 
 
 class EvalMean:
