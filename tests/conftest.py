@@ -41,10 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
         # Started processes run this checkout, installed or not.
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
-    if config.cache is not None:
+    cache = getattr(config, "cache", None)  # absent under `-p no:cacheprovider`
+    if cache is not None:
         # Compiled programs depend on their input only, so these may outlive the run.
         environment |= {
-            "JAX_COMPILATION_CACHE_DIR": str(config.cache.mkdir("jax-compile")),
+            "JAX_COMPILATION_CACHE_DIR": str(cache.mkdir("jax-compile")),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
