@@ -33,6 +33,8 @@ from typing import Any
 from arena_jax.errors import ArenaError
 
 FILE_NAME = "events.jsonl"
+# Under which trackers file a run, unless told otherwise.
+EXPERIMENT = "arena-jax"
 
 Event = dict[str, Any]
 

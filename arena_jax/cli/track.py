@@ -6,6 +6,7 @@ import click
 
 from arena_jax.cli import console
 from arena_jax.errors import ArenaError
+from arena_jax.events import EXPERIMENT
 
 
 @click.group()
@@ -27,7 +28,7 @@ def sync(run: Path, uri: str | None, experiment: str | None, as_json: bool) -> N
     from arena_jax.tracking import sync as send
 
     known = stored_state(run)
-    chosen_uri, chosen_experiment = uri or known.get("uri"), experiment or known.get("experiment") or "arena-jax"
+    chosen_uri, chosen_experiment = uri or known.get("uri"), experiment or known.get("experiment") or EXPERIMENT
     tracker = MLflowTracker(chosen_uri, experiment=chosen_experiment)
     try:
         num_events = send(run, tracker, from_start=known.get("uri") != tracker.uri)

@@ -25,7 +25,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from arena_jax.events import Event
+from arena_jax.events import EXPERIMENT, Event
 
 HTTP_TIMEOUT_S = 5
 HTTP_RETRIES = 1
@@ -51,7 +51,7 @@ class MLflowTracker:
             thread (or ``MLFLOW_RUN_ID``), and makes one when there is none. A joined run is not ended.
     """
 
-    def __init__(self, uri: str | None = None, experiment: str = "arena-jax", run_id: str | None = None) -> None:
+    def __init__(self, uri: str | None = None, experiment: str = EXPERIMENT, run_id: str | None = None) -> None:
         self.uri = _resolve_uri(uri)
         self.experiment = experiment
         self.joined = run_id or _active_run_id() or os.environ.get("MLFLOW_RUN_ID") or None
