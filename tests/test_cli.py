@@ -214,7 +214,11 @@ def test_doctor_reports_engines_devices_and_caches(run):
     assert checks["jax"]["status"] == checks["engine highs"]["status"] == "ok"
     assert checks["devices"]["detail"].startswith("8 x cpu")
     assert {"engine alpa", "compiler cuda", "compiler tpu", "caches", "cache compile"} <= set(checks)
-    assert all(check["hint"] for check in checks.values() if check["status"] in ("note", "broken"))
+    missing = [check for check in checks.values() if check["status"] in ("note", "broken")]
+    assert all(check["hint"] or check["detail"].startswith("installed") for check in missing)
+    # An engine that the search refuses is not reported as one that works.
+    assert checks["engine alpa"]["status"] == "note"
+    assert "used by a later release" in checks["engine alpa"]["detail"]
 
 
 def test_accelerators_are_found_by_their_device_files(tmp_path, monkeypatch):

@@ -125,8 +125,15 @@ def _devices() -> Iterator[Check]:
 def _alpa() -> Check:
     folder = alpa_folder()
     if folder is not None:
-        return Check(name="engine alpa", status="ok", detail=f"{ALPA_VERSION} in {folder}")
-    return Check(name="engine alpa", status="note", detail="not installed", hint="arena-jax doctor --install-alpa")
+        return Check(
+            name="engine alpa", status="note", detail=f"installed; used by a later release; {ALPA_VERSION} in {folder}"
+        )
+    return Check(
+        name="engine alpa",
+        status="note",
+        detail="not installed; used by a later release",
+        hint="arena-jax doctor --install-alpa",
+    )
 
 
 def _cuda_compiler() -> Check:

@@ -45,7 +45,7 @@ class PlanCommand(click.Command):
 @click.option(
     "--stages", multiple=True, type=click.IntRange(min=1), help="Only this number of stages; may be repeated."
 )
-@click.option("--engine", type=click.Choice(["highs", "alpa", "both"]), help="Solver, instead of the recipe's.")
+@click.option("--engine", type=click.Choice(["highs", "alpa", "both"]), help="Solver; this release has highs.")
 @click.option("--save", "folder", type=click.Path(file_okay=False, path_type=Path), help="Write a plan file per grid.")
 @console.json_option
 @click.pass_context

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from arena_jax.events import EXPERIMENT
 from arena_jax.recipe.text import dump_yaml
 
 DType = Literal["float16", "bfloat16", "float32", "float64"]
@@ -119,7 +120,7 @@ class PlanSection(Section):
         remat: recompute each stage's forward pass in its backward pass.
         space: ``full``, or ``alpa``: Alpa's layer units and no ZeRO.
         num_microbatches: ``None`` is automatic.
-        engine: which solver.
+        engine: which solver; ``highs`` is the only one of this release.
     """
 
     grid: str | None = None
@@ -155,7 +156,7 @@ class TrackingSection(Section):
 
     enabled: bool = True
     uri: str | None = None
-    experiment: str = "arena_jax"
+    experiment: str = EXPERIMENT
 
 
 class EvalSection(Section):
