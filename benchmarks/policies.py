@@ -184,45 +184,48 @@ def write(cache: Path, num_seeds: int) -> None:
     for case in cases(num_seeds):
         rows = {}
         for policy in case.policies:
-            found = [cache / f"{case.name}.{policy}.{seed}.json" for seed in case.seeds]
-            runs = [json.loads(path.read_text()) for path in found if path.exists()]
+            found = {seed: cache / f"{case.name}.{policy}.{seed}.json" for seed in case.seeds}
+            runs = [{"seed": seed, **json.loads(path.read_text())} for seed, path in found.items() if path.exists()]
             if runs:
                 rows[policy] = runs
-        bounds = [
-            json.loads(p.read_text())["bound_s"]
-            for s in case.seeds
-            if (p := cache / f"bound.{case.name}.{s}.json").exists()
-        ]
+        found = {seed: cache / f"bound.{case.name}.{seed}.json" for seed in case.seeds}
+        bounds = {seed: json.loads(path.read_text())["bound_s"] for seed, path in found.items() if path.exists()}
         if not rows:
             continue
-        bound = float(np.mean(bounds)) if len(bounds) == len(case.seeds) else None
-        data["cases"][case.name] = {"note": case.note, "bounds_s": bounds, "policies": rows}
+        data["cases"][case.name] = {
+            "note": case.note,
+            "bounds_s": {str(seed): bound for seed, bound in bounds.items()},
+            "policies": rows,
+        }
         lines += ["", f"## {case.name}", ""]
         if case.note:
             lines += [case.note + ".", ""]
-        if bound is not None:
-            lines += [f"Bound on the mean: {bound:,.0f} s.", ""]
-        lines += table(rows, bound)
+        if bounds:
+            lines += [f"Bound on the mean: {np.mean(list(bounds.values())):,.0f} s.", ""]
+        lines += table(rows, bounds)
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / "policies.json").write_text(json.dumps(data, indent=1) + "\n")
     (RESULTS / "policies.md").write_text("\n".join(lines) + "\n")
 
 
-def table(rows: dict[str, list[dict[str, Any]]], bound: float | None) -> list[str]:
-    base = np.mean([run["mean_jct_s"] for run in rows["arena"]]) if "arena" in rows else None
+def table(rows: dict[str, list[dict[str, Any]]], bounds: dict[int, float]) -> list[str]:
+    ours = {run["seed"]: run["mean_jct_s"] for run in rows.get("arena", ())}
     head = ["policy", "seeds", "mean", "±", "over bound", "arena is lower by", "median", "p99", "queue", "worst slow",
             "restarts", "most", "misses", "rejected", "samples/s", "decision ms"]  # fmt: skip
     out = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for policy, runs in sorted(rows.items(), key=lambda item: np.mean([run["mean_jct_s"] for run in item[1]])):
         mean = {key: np.mean([run[key] for run in runs]) for key in runs[0] if isinstance(runs[0][key], int | float)}
+        # Paired: over the seeds that both have.
+        bound = np.mean([bounds.get(run["seed"], np.nan) for run in runs])
+        base = np.mean([ours.get(run["seed"], np.nan) for run in runs])
         half = confidence([run["mean_jct_s"] for run in runs]) if len(runs) > 1 else float("nan")
         cells = [
             policy + ("*" if policy.partition("@")[0] in USES_REMAINING else ""),
             str(len(runs)),
             f"{mean['mean_jct_s']:,.0f}",
             "" if np.isnan(half) else f"{half:,.0f}",
-            "" if bound is None else f"{100 * (mean['mean_jct_s'] / bound - 1):.1f} %",
-            "" if base is None or policy == "arena" else f"{100 * (1 - base / mean['mean_jct_s']):.1f} %",
+            "" if np.isnan(bound) else f"{100 * (mean['mean_jct_s'] / bound - 1):.1f} %",
+            "" if np.isnan(base) or policy == "arena" else f"{100 * (1 - base / mean['mean_jct_s']):.1f} %",
             f"{mean['median_jct_s']:,.0f}",
             f"{mean['p99_jct_s']:,.0f}",
             f"{mean['mean_queue_s']:,.0f}",

@@ -7,7 +7,7 @@ import pytest
 
 from arena_jax.errors import UsageError
 from arena_jax.scheduler import Cluster, Settings, Simulator, View, Workload, summary
-from arena_jax.scheduler.policies import Arena
+from arena_jax.scheduler.policies import Arena, FcfsElastic
 from arena_jax.scheduler.policies._program import assign
 from arena_jax.scheduler.policies._value import ValueRules, values
 from arena_jax.scheduler.policy import Decision, Jobs
@@ -70,9 +70,11 @@ def test_decisions_are_within_two_per_cent_of_the_exact_program() -> None:
 
 def test_restarts_stay_bounded_and_nobody_starves() -> None:
     metrics = summary(run(sixty_four(1), Arena(), restart_s=40.0))
+    elastic = summary(run(sixty_four(1), FcfsElastic(any_type=True), restart_s=40.0))
     assert metrics["max_restarts"] <= 30
     assert metrics["restarts_per_job"] <= 8
-    assert metrics["worst_slowdown"] < 12
+    assert metrics["mean_jct_s"] < 0.9 * elastic["mean_jct_s"]
+    assert metrics["worst_slowdown"] < elastic["worst_slowdown"]
 
 
 def test_a_tired_job_is_changed_no_more() -> None:
