@@ -196,6 +196,10 @@ def test_every_fault_at_once_with_the_nearest_key() -> None:
     ("overrides", "fault"),
     [
         (["model.num_heads=7"], "model: hidden 96 does not divide into 7 heads"),
+        (["hiden=3"], "hiden: unknown key (did you mean 'model.hidden'?)"),
+        (["tp=2"], "tp: unknown key (did you mean 'plan.tp'?)"),
+        (["plan.hidden=3"], "plan.hidden: unknown key (did you mean 'model.hidden'?)"),
+        (["model.dp=3"], "model.dp: unknown key (did you mean 'plan.dp'?)"),
         (["model.name=gtp"], "model.name: no model is called 'gtp' (did you mean 'gpt'?)"),
         (["model.vocabulary=100"], "model.vocabulary: 100 is too small for bytes; 256 would do"),
         (["data.objective=masked"], "model.vocabulary: 256 is too small for mask token 256; 257 would do"),

@@ -1,8 +1,10 @@
 """Finding and loading recipes: by bundled name, by path, or as a Python function."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from arena_jax.recipe.schema import Recipe
 from arena_jax.recipe.text import merge, parse_override, parse_yaml
 
 _FUNCTION = re.compile(r"[^:\s]+:[A-Za-z_]\w*")
+# From this likeness on, a key of another section may be what was meant.
+_LIKE = 0.7
 _NEEDED = ("model", "global_batch", "steps")
 
 # Values that name files; in a recipe they are relative to it, in an override to the working folder.
@@ -135,7 +139,7 @@ def _validate(values: Mapping[str, Any]) -> tuple[Recipe | None, list[str], set[
                 key = ".".join(location)
                 if key not in faulty:
                     faulty.add(key)
-                    faults.append(f"{key}: {_words(Recipe, location, fault)}")
+                    faults.append(f"{key}: {_words(Recipe, location, fault, _all_keys(values))}")
                 _remove(values, location)
     return None, faults, faulty
 
@@ -160,7 +164,7 @@ def _check_model(recipe: Recipe) -> tuple[Any, list[str]]:
         except ValidationError as error:
             for fault in error.errors(include_url=False):
                 location = _location(schema, fault["loc"])
-                line = f"model.{'.'.join(location)}: {_words(schema, location, fault)}"
+                line = f"model.{'.'.join(location)}: {_words(schema, location, fault, _keys_of(Recipe))}"
                 if line not in faults:
                     faults.append(line)
                 _remove(values, location[:1])
@@ -186,13 +190,16 @@ def _location(schema: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str,
     return tuple(kept)
 
 
-def _words(schema: type[BaseModel], location: tuple[str, ...], fault: Any) -> str:
-    """Say what is wrong with one value, with the nearest key for an unknown one."""
+def _words(schema: type[BaseModel], location: tuple[str, ...], fault: Any, elsewhere: Collection[str]) -> str:
+    """Say what is wrong with one value, with the nearest key for an unknown one.
+
+    ``elsewhere`` are dotted keys of the whole recipe, for a key that was written in the wrong section.
+    """
     if fault["type"] == "extra_forbidden":
         inner: Any = schema
         for part in location[:-1]:
             inner = inner.model_fields[part].annotation
-        return f"unknown key{nearest(location[-1], inner.model_fields)}"
+        return f"unknown key{_nearest_key(location[-1], inner.model_fields, elsewhere)}"
     received = fault["input"]
     if fault["type"] == "missing":
         return "missing"
@@ -201,6 +208,40 @@ def _words(schema: type[BaseModel], location: tuple[str, ...], fault: Any) -> st
         return f"must be {fault['ctx']['expected']}, got {received!r}{hint}"
     message = fault["msg"].removeprefix("Input ").removeprefix("should ")
     return f"should {message}, got {received!r}"
+
+
+def _nearest_key(name: str, here: Collection[str], elsewhere: Collection[str]) -> str:
+    """The nearest key of the section, unless one of another section is nearer."""
+
+    def likeness(key: str) -> float:
+        return SequenceMatcher(None, name, key.rpartition(".")[2]).ratio()
+
+    far = max(elsewhere, key=likeness, default="")
+    if likeness(far) > max(map(likeness, here), default=0.0) and likeness(far) >= _LIKE:
+        return f" (did you mean {far!r}?)"
+    return nearest(name, here)
+
+
+def _keys_of(schema: type[BaseModel]) -> list[str]:
+    """The dotted keys inside the sections of a schema."""
+    keys = []
+    for name, field in schema.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            keys += [f"{name}.{key}" for key in inner.model_fields]
+    return keys
+
+
+def _all_keys(values: Mapping[str, Any]) -> list[str]:
+    """The dotted keys of a recipe, those of its model included where that can be read."""
+    keys = _keys_of(Recipe)
+    model = values.get("model")
+    if isinstance(model, Mapping):
+        name, file = model.get("name"), model.get("file")
+        with suppress(UsageError):
+            path = model_path(str(name)) if name else Path(str(file))
+            keys += [f"model.{key}" for key in config_schema(path).model_fields]
+    return keys
 
 
 def _remove(values: dict[str, Any], location: tuple[str, ...]) -> None:
