@@ -82,3 +82,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``' (did you mean X?)'`` for the closest known name, or an empty string."""
     matches = get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {matches[0]!r}?)" if matches else ""
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return ``'1 layer'``, ``'2 layers'``."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

@@ -9,6 +9,7 @@ import jax
 
 from arena_jax import home
 from arena_jax.compiler import Constraints, Problem
+from arena_jax.compiler.grid_search import FEWER
 from arena_jax.compiler.stored import StoredSearch
 from arena_jax.errors import ArenaError, InfeasibleError, UsageError
 from arena_jax.grid import CATALOGUE, Allocation, GridShape, IndexRow, Plan, PlanIndex, PlanStore
@@ -37,6 +38,10 @@ _KINDS = {
     "TPU V5 LITE": "tpu-v5e",
     "TPU V5": "tpu-v5p",
 }
+
+
+# What jax and the catalogue call the same platform.
+_PLATFORMS = {"gpu": "cuda"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,16 +134,19 @@ class Planner:
 
     def check_fits(self, allocation: Allocation) -> None:
         """Raise :class:`UsageError` when the allocation is not part of the devices at hand."""
-        have = allocation_of(self.devices)
-        if CATALOGUE[allocation.device_type].platform != CATALOGUE[have.device_type].platform:
+        first = self.devices[0]
+        # Hardware that the catalogue lacks runs what is named for its nearest type.
+        known = _known_type(first)
+        have = f"{len(self.devices)} x {first.device_kind}" if known is None else str(allocation_of(self.devices))
+        if CATALOGUE[allocation.device_type].platform != _PLATFORMS.get(first.platform, first.platform):
             raise UsageError(
                 f"{allocation} asks for {allocation.device_type} devices; jax runs on {have} here",
-                hint=f"use a grid of {have.device_type}, or `arena-jax plan` to plan for hardware that is elsewhere",
+                hint=f"use a grid of {known or first.platform}, or `arena-jax plan` for hardware that is elsewhere",
             )
         if allocation.num_devices > len(self.devices):
             raise UsageError(
                 f"{allocation} needs {allocation.num_devices} devices, jax has {len(self.devices)}",
-                hint=_how_to_get(allocation, have),
+                hint=_how_to_get(allocation, first, len(self.devices), have),
             )
 
 
@@ -160,8 +168,17 @@ def choose(index: PlanIndex, target: GridShape | Allocation) -> Candidate:
     if row is None or row.plan is None:
         reasons = list(dict.fromkeys(f"{r.grid}: {r.reason}" for r in index if r.reason))
         why = "; ".join(reasons[:4]) or "no grid of it can be tiled"
-        raise InfeasibleError(f"no plan fits {target}: {why}", hint="use more devices, a smaller batch or fewer pins")
+        raise InfeasibleError(f"no plan fits {target}: {why}", hint=remedy(index))
     return candidate_of(row)
+
+
+def remedy(index: PlanIndex) -> str:
+    """What to change where no row of an index is feasible, by what excludes the rows."""
+    if any(row.least_memory_bytes is not None for row in index):
+        return "use more devices, a smaller batch or fewer pins"
+    if len(index) and all(row.reason.endswith(FEWER) for row in index):
+        return "use fewer stages, at most as many as the model has layers to cut"
+    return "use another batch, other numbers of devices or fewer pins"
 
 
 def candidate_of(row: IndexRow) -> Candidate:
@@ -234,24 +251,29 @@ def allocation_of(devices: Sequence[jax.Device]) -> Allocation:
     return Allocation(_device_type(devices[0]), len(hosts), per_node.pop())
 
 
-def _device_type(device: jax.Device) -> str:
+def _known_type(device: jax.Device) -> str | None:
+    """The catalogue's name for a device, ``None`` when it has none."""
     if device.platform == "cpu":
         return "cpu"
     kind = device.device_kind.upper()
-    for part, name in _KINDS.items():
-        if part in kind:
-            return name
+    return next((name for part, name in _KINDS.items() if part in kind), None)
+
+
+def _device_type(device: jax.Device) -> str:
+    known = _known_type(device)
+    if known is not None:
+        return known
     raise UsageError(
         f"{device.device_kind!r} is not in the hardware catalogue",
         hint="name a grid of the catalogue's nearest type, or give a plan",
     )
 
 
-def _how_to_get(allocation: Allocation, have: Allocation) -> str:
-    if have.device_type == "cpu":
+def _how_to_get(allocation: Allocation, device: jax.Device, num_devices: int, have: str) -> str:
+    if device.platform == "cpu":
         n = allocation.num_devices
         return (
             f"set JAX_NUM_CPU_DEVICES={n} in the environment, or call jax.config.update('jax_num_cpu_devices', {n}) "
-            f"before jax is first used; or use a grid of at most {have.num_devices} devices"
+            f"before jax is first used; or use a grid of at most {num_devices} devices"
         )
     return f"use a grid of at most {have}"

@@ -12,7 +12,7 @@ import click
 from arena_jax import home
 from arena_jax.cli import console
 from arena_jax.cli.plan_ls import command as ls_command
-from arena_jax.errors import EXIT_INFEASIBLE, InfeasibleError
+from arena_jax.errors import EXIT_INFEASIBLE, InfeasibleError, counted
 from arena_jax.grid import Allocation, GridShape, IndexRow, PlanIndex
 
 if TYPE_CHECKING:
@@ -147,8 +147,8 @@ def _search(job: "Job") -> "tuple[StoredSearch, Constraints]":
 
 def _how(index: PlanIndex) -> str:
     solved = index.num_programs_solved
-    how = f"{solved} programs solved" if solved else f"all from {home.plan_index()}"
-    return f"{len(index)} grids in {index.search_s:.1f} s, {how}"
+    how = f"{counted(solved, 'program')} solved" if solved else f"all from {home.plan_index()}"
+    return f"{counted(len(index), 'grid')} in {index.search_s:.1f} s, {how}"
 
 
 def _nothing_fits(
@@ -157,6 +157,7 @@ def _nothing_fits(
     """Say which grid comes closest, by how much it misses, and what would fit."""
     from arena_jax.compiler.cost import hardware_of
     from arena_jax.compiler.suggest import nearest_fits
+    from arena_jax.planner import remedy
 
     def misses(row: IndexRow) -> int:
         assert row.least_memory_bytes is not None
@@ -173,9 +174,9 @@ def _nothing_fits(
         grow=bool(short),
     )
     if not short:
-        hint = f"it fits with {fits[0]}" if fits else "change the batch, or plan for other numbers of devices"
+        hint = f"it fits with {fits[0]}" if fits else remedy(index)
         return InfeasibleError(f"no plan fits; {row.grid}: {row.reason}", hint=hint)
     return InfeasibleError(
-        f"no plan fits; {row.grid} comes closest and misses {misses(row):,} bytes a device: {row.reason}",
+        f"no plan fits; {row.grid} comes closest and misses {misses(row):,} bytes a device",
         hint=f"it fits with {' or '.join(fits)}" if fits else "use a type with more memory, or a smaller model",
     )

@@ -10,7 +10,11 @@ from arena_jax.compiler.flops import jaxpr_flops
 from arena_jax.compiler.inter import Costs, StageChoice, best_stages, least_memory
 from arena_jax.compiler.stage_cost import MeshCost, Option, state_ratios
 from arena_jax.compiler.stage_plan import make_plan
+from arena_jax.errors import counted
 from arena_jax.grid import Estimate, GridShape, IndexRow, StageEstimate, Submesh, logical_meshes, tilings
+
+# Ends the reason of a grid with more stages than the model has layers.
+FEWER = "fewer than stages"
 
 
 def plan_grid(
@@ -18,7 +22,7 @@ def plan_grid(
 ) -> IndexRow:
     layers = analysis.layers
     if grid.num_stages > layers.num_layers:
-        return _row(grid, num_microbatches, f"the model has {layers.num_layers} layers to cut, fewer than stages")
+        return _row(grid, num_microbatches, f"the model has {counted(layers.num_layers, 'layer')} to cut, {FEWER}")
     search = _GridSearch(analysis, grid, hardware, constraints, num_microbatches)
     if not search.meshes_exist:
         return _row(grid, num_microbatches, search.why_no_mesh())

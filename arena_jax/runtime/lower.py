@@ -10,7 +10,7 @@ from arena_jax.compiler.layers import Layers, Position, find_layers
 from arena_jax.compiler.problem import FROZEN, PARAMS, STATE, Problem
 from arena_jax.compiler.stages import StageGraph, cut_stages
 from arena_jax.compiler.trace import Trace, trace_loss
-from arena_jax.errors import PlanError
+from arena_jax.errors import PlanError, counted
 from arena_jax.grid import Plan
 from arena_jax.runtime.engine import Engine
 from arena_jax.runtime.evaluate import Evaluator
@@ -109,7 +109,7 @@ def cut_by_plan(whole: Trace, trace: Trace, plan: Plan) -> tuple[StageGraph, dic
         )
     if plan.stages[-1].layers[1] != layers.num_layers - 1:
         raise PlanError(
-            f"the plan has {plan.stages[-1].layers[1] + 1} layers, this model has {layers.num_layers}",
+            f"the plan has {counted(plan.stages[-1].layers[1] + 1, 'layer')}, this model has {layers.num_layers}",
             hint="make the plan again for this model and jax version",
         )
     starts = [layers.starts[stage.layers[0]] for stage in plan.stages]
