@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 import jax
 import optax
+from flax import nnx
 
 from arena_jax.compiler import Constraints, Problem, make_problem, plan_problem
 from arena_jax.compiler.problem import LossFn
 from arena_jax.data import as_loader
 from arena_jax.errors import UsageError
-from arena_jax.grid import Allocation, GridShape, Plan, PlanIndex, Precision, SchedulerHook
+from arena_jax.grid import FIT_PREFIX, Allocation, GridShape, Plan, PlanIndex, Precision, SchedulerHook
 from arena_jax.planner import Planner, allocation_of, choose, plan_store
 from arena_jax.runtime.checkpoint import CheckpointOptions
 from arena_jax.runtime.checkpoint_info import LeafType
@@ -125,7 +126,9 @@ def fit(
         axis_rules=axis_rules,
         seed=seed,
     )
-    planner, target, pinned = _where(problem, grid, plan, num_microbatches=num_microbatches, nonfinite=nonfinite)
+    planner, target, pinned = _where(
+        problem, grid, plan, num_microbatches=num_microbatches, nonfinite=nonfinite, name=_name(model)
+    )
     options, run = _run_directory(checkpoint, resume, tracker)
     try:
         trained = run_training(
@@ -224,7 +227,9 @@ def compile(
     problem = _problem(
         model, optimizer, loss_fn, batch, precision=precision, trainable=trainable, axis_rules=axis_rules, seed=seed
     )
-    planner, target, pinned = _where(problem, grid, plan, num_microbatches=num_microbatches, nonfinite=nonfinite)
+    planner, target, pinned = _where(
+        problem, grid, plan, num_microbatches=num_microbatches, nonfinite=nonfinite, name=_name(model)
+    )
     candidate = choose(planner.search(target), target) if pinned is None else planner.given(pinned)
     program = planner.compile(candidate).program
     assert isinstance(program, Program)
@@ -251,13 +256,26 @@ def _problem(
     return make_problem(model, optimizer, loss_fn, batch, **options)
 
 
+def _name(model: Any) -> str:
+    """What ``plan ls`` calls the model: the class, or the factory that makes it."""
+    name = getattr(model, "__name__", "") if callable(model) and not isinstance(model, nnx.Module) else ""
+    name = name or type(model).__name__
+    return FIT_PREFIX + ("factory" if name in ("<lambda>", "partial") else name)
+
+
 def _where(
-    problem: Problem, grid: Grid, plan: Plan | str | Path | None, *, num_microbatches: int | None, nonfinite: str
+    problem: Problem,
+    grid: Grid,
+    plan: Plan | str | Path | None,
+    *,
+    num_microbatches: int | None,
+    nonfinite: str,
+    name: str,
 ) -> tuple[Planner, GridShape | Allocation, Plan | None]:
     """The planner for the devices meant, the target on them, and the given plan."""
     devices = None if isinstance(grid, str | GridShape | Allocation) else list(grid)
     planner = Planner(
-        problem, devices=devices, num_microbatches=num_microbatches, nonfinite=nonfinite, store=plan_store()
+        problem, devices=devices, num_microbatches=num_microbatches, nonfinite=nonfinite, store=plan_store(), name=name
     )
     pinned = Plan.load(plan) if isinstance(plan, str | Path) else plan
     target: GridShape | Allocation

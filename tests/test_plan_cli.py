@@ -11,7 +11,8 @@ import jax
 import pytest
 
 from arena_jax.cli import main
-from arena_jax.grid import Plan
+from arena_jax.cli.plan_ls import _table, stored_rows
+from arena_jax.grid import GridShape, IndexRow, JobKey, Plan, PlanStore
 
 RECIPE = """
 summary: a gpt small enough for tests
@@ -247,9 +248,32 @@ def test_plan_ls(plan, folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert plan("ls", "another")[1] == {"rows": []}
     main(["plan", "ls", "tiny"])
     text = capsys.readouterr().out
-    assert "tiny, global batch 8\n" in text
-    assert "tiny, global batch 8, plan.zero=0\n" in text
+    assert re.search(r"^tiny, global batch 8, planned \d{4}-\d\d-\d\d \d\d:\d\d$", text, re.M)
+    assert re.search(r"^tiny, global batch 8, plan.zero=0, planned ", text, re.M)
     assert re.search(r"^a100-40:4 +\d", text, re.M)
+
+
+def test_plan_ls_of_many_stages_stays_narrow() -> None:
+    rows = [
+        {"grid": f"h100-sxm:16x8/s{n}", "num_stages": n, "feasible": True, "step_time_s": 0.0123} for n in range(1, 9)
+    ]
+    lines = list(_table(rows))
+    assert max(map(len, lines)) <= 80
+    assert " ".join(lines).split() == [
+        *(f"s{n}" for n in range(1, 7)), "h100-sxm:16x8", *["12.3", "ms"] * 6,
+        *("s7", "s8"), "h100-sxm:16x8", *["12.3", "ms"] * 2,
+    ]  # fmt: skip
+
+
+def test_models_of_fit_have_names_and_do_not_hide_each_other(tmp_path: Path) -> None:
+    store = PlanStore(tmp_path / "plans.sqlite")
+    for fingerprint in ("0123456789ab", "ba9876543210"):
+        key = JobKey({"model": "fit:Net", "model_fingerprint": fingerprint, "global_batch": 8})
+        grid = GridShape.parse("cpu:2")
+        store.put(key, [IndexRow(grid=grid, num_microbatches=1, plan=None, estimate=None, reason="does not fit")])
+    rows = stored_rows(store, None)
+    assert [row["model"] for row in rows] == ["fit:Net@01234567", "fit:Net@ba987654"]
+    assert all(row["stored_at"] > 0 for row in rows)
 
 
 def test_plan_ls_imports_no_jax(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """``arena-jax plan ls``: the plan index as device type x devices x stages. Imports no jax."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import click
@@ -8,7 +9,9 @@ import click
 from arena_jax import home
 from arena_jax.cli import console
 from arena_jax.cli.progress import seconds
-from arena_jax.grid import IndexRow, JobKey, PlanStore
+from arena_jax.grid import FIT_PREFIX, IndexRow, JobKey, PlanStore
+
+_CELL_WIDTH = 8
 
 
 @click.command(short_help="Show the plans that are kept.")
@@ -37,10 +40,11 @@ def stored_rows(store: PlanStore, model: str | None) -> list[dict[str, Any]]:
     """The newest row of every job and grid, sorted; rows of superseded keys do not show."""
     newest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for key in store.jobs():  # oldest first
-        if model is not None and key.fields.get("model") != model:
+        if model is not None and model not in (key.fields.get("model"), _model(key)):
             continue
+        times = store.stored_at(key)
         for row in store.index(key):
-            facts = _facts(key, row)
+            facts = _facts(key, row) | {"stored_at": times.get((row.grid, row.num_microbatches))}
             newest[facts["model"], facts["global_batch"], facts["pins"], facts["grid"]] = facts
     return sorted(newest.values(), key=lambda r: (r["model"], r["global_batch"], r["pins"], r["type"], *_order(r)))
 
@@ -52,7 +56,7 @@ def _order(row: Mapping[str, Any]) -> tuple[int, int, int]:
 def _facts(key: JobKey, row: IndexRow) -> dict[str, Any]:
     allocation = row.grid.allocation
     return {
-        "model": key.fields.get("model"),
+        "model": _model(key),
         "global_batch": key.fields.get("global_batch"),
         "pins": _pins(key),
         "type": allocation.device_type,
@@ -71,6 +75,12 @@ def _facts(key: JobKey, row: IndexRow) -> dict[str, Any]:
     }
 
 
+def _model(key: JobKey) -> str:
+    """The recipe's name. Models given to ``fit`` may share theirs, so that a fingerprint tells them apart."""
+    name, fingerprint = str(key.fields.get("model")), str(key.fields.get("model_fingerprint", ""))
+    return f"{name}@{fingerprint[:8]}" if name.startswith(FIT_PREFIX) else name
+
+
 def _pins(key: JobKey) -> str:
     """What was pinned, as overrides; empty when nothing was."""
     open_values = {"zero": "search", "remat": "search", "space": "full", "engine": "highs"}
@@ -85,12 +95,17 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if number:
             yield ""
         model, batch, pins = job
-        yield f"{model}, global batch {batch}" + (f", {pins}" if pins else "")
+        newest = max((row["stored_at"] for row in mine if row["stored_at"] is not None), default=None)
+        when = "" if newest is None else f", planned {datetime.fromtimestamp(newest):%Y-%m-%d %H:%M}"
+        yield f"{model}, global batch {batch}" + (f", {pins}" if pins else "") + when
         yield from _table(mine)
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Step times; ``-`` where nothing fits, blank where nothing was planned."""
+    """Step times; ``-`` where nothing fits, blank where nothing was planned.
+
+    Stage counts that do not fit the terminal's width come as further blocks below.
+    """
     counts = sorted({row["num_stages"] for row in rows})
     lines: dict[str, dict[int, str]] = {}
     for row in rows:
@@ -98,6 +113,11 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         time = seconds(row["step_time_s"]) if row["feasible"] else "-"
         lines.setdefault(allocation, {})[row["num_stages"]] = time
     name_width = max(len(name) for name in lines)
-    yield f"{'':{name_width}}" + "".join(f"  {f's{count}':>8}" for count in counts)
-    for name, cells in lines.items():
-        yield (f"{name:{name_width}}" + "".join(f"  {cells.get(count, ''):>8}" for count in counts)).rstrip()
+    num_columns = max(1, (console.width() - name_width) // (_CELL_WIDTH + 2))
+    for start in range(0, len(counts), num_columns):
+        block = counts[start : start + num_columns]
+        yield f"{'':{name_width}}" + "".join(f"  {f's{count}':>{_CELL_WIDTH}}" for count in block)
+        for name, cells in lines.items():
+            if any(count in cells for count in block):
+                row_cells = "".join(f"  {cells.get(count, ''):>{_CELL_WIDTH}}" for count in block)
+                yield f"{name:{name_width}}{row_cells}".rstrip()

@@ -20,6 +20,8 @@ from arena_jax.grid.plan import Plan
 from arena_jax.grid.shapes import Allocation, GridShape
 
 _SCHEMA_VERSION = 1
+# Before the name of a model that has no recipe.
+FIT_PREFIX = "fit:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +195,12 @@ class PlanStore:
         """Keys of all jobs in the store, oldest first."""
         with self._connect() as db:
             return tuple(JobKey(json.loads(text)) for (text,) in db.execute("SELECT key FROM jobs ORDER BY rowid"))
+
+    def stored_at(self, key: JobKey) -> dict[tuple[GridShape, int], float]:
+        """When each row of a job was stored, by grid and number of microbatches, in Unix seconds."""
+        with self._connect() as db:
+            found = db.execute("SELECT grid, num_microbatches, stored_at FROM rows WHERE job = ?", (key.digest,))
+            return {(GridShape.parse(grid, catalogue=None), number): at for grid, number, at in found}
 
     def _rows(self, digest: str) -> list[IndexRow]:
         with self._connect() as db:
