@@ -6,16 +6,30 @@ import pty
 import re
 import subprocess
 import sys
+from io import StringIO
 
 import click
 import pytest
+from hypothesis import given
+from rich.console import Console
 
 from arena_jax.cli import app, console, main
 from arena_jax.cli.accelerators import Accelerator, find_accelerators
 from arena_jax.cli.health import unused_accelerator
-from arena_jax.cli.progress import Progress, clock, meshes, number, render_candidates, seconds, size
+from arena_jax.cli.progress import (
+    Progress,
+    _candidates,
+    clock,
+    meshes,
+    number,
+    plan_summary,
+    render_candidates,
+    seconds,
+    size,
+)
 from arena_jax.errors import ArenaError, InfeasibleError
 from arena_jax.recipe import find_recipes
+from tests.plans import plans
 
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "mlflow", "grain", "sklearn", "scipy", "numba")
 
@@ -291,7 +305,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-def test_candidate_table_is_sorted_marked_and_narrow(tmp_path):
+def test_candidate_table_is_sorted_marked_and_whole_in_a_file(tmp_path):
     path = tmp_path / "table"
     with open(path, "w") as file:
         render_candidates(ROWS, file=file)
@@ -299,8 +313,26 @@ def test_candidate_table_is_sorted_marked_and_narrow(tmp_path):
     assert [line.split()[0] for line in lines[1:]] == ["*", "cpu:8/s1", "cpu:8/s8"]
     assert "4x1 2x2" in lines[1]
     assert "chosen" in lines[1]
+    assert lines[3].endswith(ROWS[2]["reason"])
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_candidate_table_fits_a_terminal(tmp_path):
+    console = Console(file=StringIO(), force_terminal=True, width=80)
+    for renderable in _candidates(ROWS, console):
+        console.print(renderable)
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in console.file.getvalue().splitlines()]
+    assert [line.split()[0] for line in lines[1:]] == ["*", "cpu:8/s1", "cpu:8/s8"]
     assert "8 stages need 8" in lines[3]
     assert max(map(len, lines)) <= 80
+
+
+@given(plans())
+def test_a_plan_in_short(plan):
+    head, *stages = plan_summary(plan)
+    assert head.startswith(f"plan {plan.plan_id} on {plan.grid}, ")
+    for line, stage in zip(stages, plan.stages, strict=True):
+        assert f"dp x tp {stage.dp}x{stage.tp}  zero {stage.zero}  remat {'on' if stage.remat else 'off'}" in line
 
 
 def test_long_candidate_tables_are_cut_and_say_so(tmp_path):
@@ -328,7 +360,7 @@ def test_plain_progress_is_rate_limited_and_ends_with_the_last_step(tmp_path):
     assert steps[-1].startswith("step  300/1000  loss 2.5  100 ms/step  19,048 tokens/s  eta")
     assert "eval at step 300: loss 2.4" in text
     assert "warning: tracking failed" in text
-    assert max(map(len, text.splitlines())) <= 80
+    assert all(line == line.rstrip() for line in text.splitlines())
     assert "\x1b" not in text
 
 

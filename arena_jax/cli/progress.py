@@ -15,12 +15,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from arena_jax.errors import counted
 from arena_jax.events import Event
+from arena_jax.grid import Estimate, Plan
 
 PLAIN_EVERY_S = 5.0
 REFRESH_PER_S = 4
 ETA_WINDOW = 50  # steps over which the time of a step is averaged
 MAX_ROWS = 16
+_HEADERS = ("", "grid", "dp x tp", "micro", "step", "memory", "")
+_RIGHT = (False, False, False, True, True, True, False)
 
 
 class Progress:
@@ -75,7 +79,7 @@ class Progress:
             self._print(f"warning: {message}")
 
     def _on_candidates(self, event: Event) -> None:
-        for renderable in _candidates(event.get("rows") or [], self.console.width):
+        for renderable in _candidates(event.get("rows") or [], self.console):
             self._print(renderable)
 
     def _on_plan(self, event: Event) -> None:
@@ -139,36 +143,72 @@ class Progress:
 
 
 def render_candidates(rows: Sequence[Mapping[str, Any]], *, file: TextIO | None = None) -> None:
-    """Print the candidate table of a search (rows as in the ``candidates`` event), within 80 columns."""
+    """Print the candidate table of a search (rows as in the ``candidates`` event)."""
     console = _console(file)
-    for renderable in _candidates(rows, console.width):
-        console.print(renderable, highlight=False)
+    for renderable in _candidates(rows, console):
+        console.print(renderable, highlight=False, soft_wrap=isinstance(renderable, str), markup=False)
 
 
-def _candidates(rows: Sequence[Mapping[str, Any]], width: int) -> Iterator[RenderableType]:
-    """Feasible rows from the fastest on, then the others with what excludes them."""
+def plan_summary(plan: Plan, estimate: Estimate | None = None) -> Iterator[str]:
+    """A line for the plan, then one a stage: its layers, mesh, sharding and memory."""
+    step = f", estimated {seconds(estimate.step_time_s)} a step" if estimate is not None else ""
+    yield f"plan {plan.plan_id} on {plan.grid}, {counted(plan.num_microbatches, 'microbatch', 'microbatches')}{step}"
+    for number, stage in enumerate(plan.stages):
+        first, last = stage.layers
+        layers = f"layers {first}-{last}" if last > first else f"layer {first}"
+        memory = f"  {size(estimate.stages[number].memory_bytes)} a device" if estimate is not None else ""
+        remat = "on" if stage.remat else "off"
+        yield f"stage {number}: {layers}  dp x tp {stage.dp}x{stage.tp}  zero {stage.zero}  remat {remat}{memory}"
+
+
+def _candidates(rows: Sequence[Mapping[str, Any]], console: Console) -> Iterator[RenderableType]:
+    """Feasible rows from the fastest on, then the others with what excludes them.
+
+    On a terminal no wider than that; elsewhere whole, for who reads it can scroll and search.
+    """
     order = sorted(rows, key=lambda row: (not row.get("feasible"), row.get("step_time_s") or 0.0))
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", width=min(width, 100))
-    for header in ("", "grid", "dp x tp"):
-        table.add_column(header, no_wrap=True, overflow="ellipsis")
-    for header in ("micro", "step", "memory"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("", ratio=1, no_wrap=True, overflow="ellipsis")
-    for row in order[:MAX_ROWS]:
-        fits, chosen = bool(row.get("feasible")), bool(row.get("chosen"))
-        table.add_row(
-            "*" if chosen else "",
-            str(row.get("grid", "")),
-            meshes(row.get("dp_tp")),
-            str(row.get("num_microbatches") or ""),
-            seconds(row["step_time_s"]) if fits and row.get("step_time_s") is not None else "-",
-            size(row["memory_bytes"]) if row.get("memory_bytes") is not None else "-",
-            Text("chosen" if chosen else "" if fits else str(row.get("reason") or "does not fit")),
-            style="bold" if chosen else "" if fits else "dim",
-        )
-    yield table
+    shown = order[:MAX_ROWS]
+    if console.is_terminal:
+        yield _table(shown, min(console.width, 100))
+    else:
+        yield from _plain_table([_cells(row) for row in shown])
     if len(order) > MAX_ROWS:
         yield Text(f"... and {len(order) - MAX_ROWS} more", style="dim")
+
+
+def _table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", width=width)
+    for header, right in zip(_HEADERS[:-1], _RIGHT[:-1], strict=True):
+        table.add_column(header, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+    table.add_column(_HEADERS[-1], ratio=1, no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        style = "bold" if row.get("chosen") else "" if row.get("feasible") else "dim"
+        table.add_row(*(Text(cell) for cell in _cells(row)), style=style)
+    return table
+
+
+def _plain_table(rows: list[list[str]]) -> Iterator[str]:
+    lines = [list(_HEADERS), *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADERS))]
+    for line in lines:
+        cells = [
+            f"{cell:>{width}}" if right else f"{cell:{width}}"
+            for cell, width, right in zip(line, widths, _RIGHT, strict=True)
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    fits, chosen = bool(row.get("feasible")), bool(row.get("chosen"))
+    return [
+        "*" if chosen else "",
+        str(row.get("grid", "")),
+        meshes(row.get("dp_tp")),
+        str(row.get("num_microbatches") or ""),
+        seconds(row["step_time_s"]) if fits and row.get("step_time_s") is not None else "-",
+        size(row["memory_bytes"]) if row.get("memory_bytes") is not None else "-",
+        "chosen" if chosen else "" if fits else str(row.get("reason") or "does not fit"),
+    ]
 
 
 def _facts(event: Event, *, estimate: bool = False) -> Iterator[str]:
