@@ -107,7 +107,8 @@ class InFlight:
 
 
 def _is_ready(metrics: Mapping[str, Any]) -> bool:
-    return all(leaf.is_ready() for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array))
+    leaves = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array)]
+    return all(leaf.is_ready() for leaf in leaves)  # type: ignore[attr-defined]  # not in jax's stubs
 
 
 class EvalMean:
