@@ -47,6 +47,7 @@ class UpdateRunner:
         arrays: dict[tuple[Value, int], Any] = {}
         inputs = self._inputs(state, gradients, weight, loss)
         for program, compiled in self._compiled:
+            self._receive(program.inputs, program.stage, arrays, inputs)
             values = [self._input(v, program.stage, arrays, inputs) for v in program.inputs]
             outs = compiled(*values)
             arrays.update(((v, program.stage), x) for v, x in zip(program.outputs, outs, strict=True))
@@ -87,20 +88,28 @@ class UpdateRunner:
     def _input(self, value: Value, stage: int, arrays: dict[tuple[Value, int], Any], inputs: dict[Key, Any]) -> Any:
         if value.input_key is None:
             if (value, stage) not in arrays:
-                arrays[value, stage] = self._transfer(value, arrays, inputs)
+                self._receive([value], stage, arrays, inputs)
             return arrays[value, stage]
         kind, leaf, slot = value.input_key
         if slot.stage is None:
             return self._weights[stage] if kind == "weight" else inputs[kind, leaf, Slot(stage)]
         return inputs[value.input_key]
 
-    def _transfer(self, value: Value, arrays: dict[tuple[Value, int], Any], inputs: dict[Key, Any]) -> Any:
-        """Copy a value from the stage that made it; its program has run, for depths only grow."""
-        assert value.maker is not None
-        assert value.maker.run is None
-        (source,) = value.maker.inputs
-        assert source.stage is not None
-        return jax.device_put(self._input(source, source.stage, arrays, inputs), self._transferred[value])
+    def _receive(
+        self, values: Sequence[Value], stage: int, arrays: dict[tuple[Value, int], Any], inputs: dict[Key, Any]
+    ) -> None:
+        """Copy to a stage what others made for it, in one call; their programs have run, for depths only grow."""
+        missing = [v for v in dict.fromkeys(values) if v.input_key is None and (v, stage) not in arrays]
+        if not missing:
+            return
+        sources = []
+        for value in missing:
+            assert value.maker is not None and value.maker.run is None
+            (source,) = value.maker.inputs
+            assert source.stage is not None
+            sources.append(self._input(source, source.stage, arrays, inputs))
+        copies = jax.device_put(sources, [self._transferred[v] for v in missing])
+        arrays.update(((v, stage), x) for v, x in zip(missing, copies, strict=True))
 
     def _result(self, value: Value, key: Key, arrays: dict[tuple[Value, int], Any], inputs: dict[Key, Any]) -> Any:
         stage = key[2].stage
