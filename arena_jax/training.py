@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,8 +26,12 @@ from arena_jax.runtime.contract import Compiled, LoopOptions, Outcome, Program
 from arena_jax.runtime.feed import Feed
 from arena_jax.runtime.journal import Callback, Journal
 from arena_jax.runtime.rundir import RunDirectory
+from arena_jax.runtime.signals import StopSignals
 from arena_jax.runtime.trainer import Trainer
 from arena_jax.tracking import Sink, Tracker
+
+# Seconds that a tracker has left after a signal.
+INTERRUPTED_CLOSE_TIMEOUT_S = 3.0
 
 _REPORTED_PACKAGES = ("arena-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -62,7 +66,7 @@ class Training:
         eval_data: iterated anew for each evaluation.
         tracker, hook, callbacks: who follows it.
         record: facts for the ``run_start`` event: recipe text, params, command.
-        leave: what a second signal does.
+        signals: whose signal ends the run, at the next boundary between phases or steps.
     """
 
     name: str
@@ -81,7 +85,7 @@ class Training:
     hook: SchedulerHook | None = None
     callbacks: Sequence[Callback] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
-    leave: Callable[[int], Any] | None = None
+    signals: StopSignals = field(default_factory=StopSignals)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +110,11 @@ def run_training(training: Training) -> Trained:
         ArenaError: what was refused, or a loss that is not finite. The event log says so too.
     """
     run = training.run
-    if run is None:
-        return _train_and_tell(training, None)
-    with CheckpointStore(run.checkpoints, keep=training.keep) as store:
+    with ExitStack() as stack:
+        stack.enter_context(training.signals)
+        if run is None:
+            return _train_and_tell(training, None)
+        store = stack.enter_context(CheckpointStore(run.checkpoints, keep=training.keep))
         if training.options.checkpoint_every:
             store.prepare()
         return _train_and_tell(training, store)
@@ -138,7 +144,11 @@ def _run(training: Training, journal: Journal, store: CheckpointStore | None, in
             journal.warn(f"going back to step {first_step}: the later checkpoints are now in {str(aside)!r}")
     if info is not None:
         training.planner.settle(int(info.plan["num_microbatches"]))
-    compiled = training.planner.compile(_choose_plan(training, journal))
+    signals = training.signals
+    candidate = _choose_plan(training, journal)
+    signals.check("planning")
+    compiled = training.planner.compile(candidate)
+    signals.check("compiling")
     program = compiled.program
     training.planner.settle(program.plan.num_microbatches)
     journal.plan(program.plan, step=first_step, reason="start" if info is None else "resume", compiled=compiled)
@@ -152,9 +162,11 @@ def _run(training: Training, journal: Journal, store: CheckpointStore | None, in
         eval_data=training.eval_data,
         hook=training.hook,
         recompile=training.planner.recompile,
-        leave=training.leave,
+        signals=signals,
     )
-    return trainer.run(_initial_state(training, program, store, info), first_step=first_step)
+    state = _initial_state(training, program, store, info)
+    signals.check("initialising")
+    return trainer.run(state, first_step=first_step)
 
 
 def _resume_info(training: Training, store: CheckpointStore | None) -> CheckpointInfo | None:
@@ -276,8 +288,10 @@ def _journal(training: Training) -> Iterator[Journal]:
         try:
             yield journal
         finally:
-            if sink is not None:
+            if sink is not None and training.signals.received is None:
                 sink.close()
+            elif sink is not None:  # whoever stops a run waits for it; `track sync` sends what is left
+                sink.close(INTERRUPTED_CLOSE_TIMEOUT_S)
 
 
 def _facts(training: Training) -> dict[str, Any]:
@@ -311,4 +325,6 @@ def _reason(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return "SIGTERM before the first step"
     return f"{type(error).__name__}: {error}"

@@ -149,6 +149,18 @@ def test_a_signal_saves_and_the_same_command_goes_on(folder: Path, number: signa
     assert (second["first_step"], second["run_id"]) == (report["steps"], report["run_id"])
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_while_it_starts_ends_it_in_order(folder: Path, number: signal.Signals, code: int) -> None:
+    process = start()
+    while not list(folder.glob("runs/*/*/events.jsonl")) and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, err = process.communicate()
+    assert process.returncode == code, err
+    (log,) = folder.glob("runs/*/*/events.jsonl")
+    assert list(read_events(log))[-1]["stop_reason"] == {75: "terminated", 130: "interrupted"}[code]
+
+
 def test_a_second_signal_leaves_at_once(folder: Path) -> None:
     process = start("--steps", "100000", "eval.every=0")
     wait_for_step(folder, process, 3)

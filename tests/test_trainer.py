@@ -24,6 +24,7 @@ from arena_jax.runtime.feed import Feed
 from arena_jax.runtime.hooks import ScriptedHook
 from arena_jax.runtime.journal import Journal
 from arena_jax.runtime.metrics import InFlight
+from arena_jax.runtime.signals import StopSignals
 from arena_jax.runtime.trainer import Trainer
 from tests.doubles import BATCH, JitProgram, ToyLoader, one_stage_plan
 
@@ -270,7 +271,7 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(SystemExit):
-        Bench(tmp_path, on_event=twice, leave=leave).run()
+        Bench(tmp_path, on_event=twice, signals=StopSignals(leave)).run()
     assert left == [signal.SIGINT]
     with pytest.raises(KeyboardInterrupt):
         Bench(tmp_path / "library", on_event=twice).run()

@@ -1,7 +1,9 @@
 """A whole training: directory, log, checkpoints, tracker and resume, over the jit program of ``doubles``."""
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,13 @@ from arena_jax.errors import (
     UsageError,
 )
 from arena_jax.events import read_events
-from arena_jax.grid import Allocation, GridShape
+from arena_jax.grid import Allocation, GridShape, PlanIndex
+from arena_jax.planner import Candidate
 from arena_jax.runtime.checkpoint import CheckpointStore
-from arena_jax.runtime.contract import LoopOptions
+from arena_jax.runtime.contract import Compiled, LoopOptions
 from arena_jax.runtime.feed import Feed
 from arena_jax.runtime.rundir import RunDirectory, find_run, open_run
-from arena_jax.training import Trained, Training, run_training
+from arena_jax.training import INTERRUPTED_CLOSE_TIMEOUT_S, Trained, Training, run_training
 from tests.doubles import BATCH, ToyLoader, ToyPlans
 
 
@@ -288,3 +291,51 @@ def test_a_damaged_newest_checkpoint_is_an_error_that_names_the_one_before(tmp_p
         train(open_run(tmp_path / "run", name="toy", resume="auto"), steps=6)
     assert "step 2" in caught.value.hint
     assert train(open_run(tmp_path / "run", name="toy", resume=2), steps=6).first_step == 2
+
+
+class Signalled(ToyPlans):
+    """Plans during which a signal comes, in the phase that ``during`` names."""
+
+    def __init__(self, number: signal.Signals, *, during: str) -> None:
+        super().__init__()
+        self.number = number
+        self.during = during
+
+    def search(self, target: GridShape | Allocation) -> PlanIndex:
+        if self.during == "planning":
+            os.kill(os.getpid(), self.number)
+        return super().search(target)
+
+    def compile(self, candidate: Candidate, device_numbers: Sequence[int] | None = None) -> Compiled:
+        if self.during == "compiling":
+            os.kill(os.getpid(), self.number)
+        return super().compile(candidate, device_numbers)
+
+
+@pytest.mark.parametrize("during", ["planning", "compiling"])
+@pytest.mark.parametrize(
+    ("number", "error", "reason"),
+    [(signal.SIGINT, KeyboardInterrupt, "interrupted"), (signal.SIGTERM, SystemExit, "terminated")],
+)
+def test_a_signal_before_the_first_step_ends_after_its_phase(
+    tmp_path: Path, during: str, number: signal.Signals, error: type[BaseException], reason: str
+) -> None:
+    before = signal.getsignal(number)
+    run = open_run(tmp_path / "run", name="toy", resume="auto")
+    plans = Signalled(number, during=during)
+    with pytest.raises(error) as caught:
+        train(run, plans=plans)
+    assert getattr(caught.value, "code", 75) == 75
+    assert plans.num_compiled == (during == "compiling")  # the phase came to its end, the next one never began
+    assert list(read_events(run.path))[-1]["stop_reason"] == reason
+    assert signal.getsignal(number) is before
+
+
+def test_an_interrupted_run_does_not_wait_for_its_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("arena_jax.training.Sink.close", lambda self, timeout_s=30.0: waits.append(timeout_s))
+    train(open_run(tmp_path / "whole", name="toy", resume="auto"), steps=1, tracker=Tracking())
+    plans = Signalled(signal.SIGINT, during="planning")
+    with pytest.raises(KeyboardInterrupt):
+        train(open_run(tmp_path / "run", name="toy", resume="auto"), plans=plans, tracker=Tracking())
+    assert waits == [30.0, INTERRUPTED_CLOSE_TIMEOUT_S]

@@ -3,6 +3,7 @@
 import os
 import signal
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from arena_jax.planner import Planner
     from arena_jax.recipe import Recipe
     from arena_jax.runtime.rundir import Resume, RunDirectory
+    from arena_jax.runtime.signals import StopSignals
     from arena_jax.tracking import MLflowTracker
     from arena_jax.training import Trained
 
@@ -57,8 +59,20 @@ def command(
 
     loaded = load_recipe(recipe, overrides)
     plan = None if plan_file is None else Plan.load(plan_file)
-    start_jax(cpu_devices_needed(loaded, devices, plan))
-    code, report = train(loaded, steps=steps, devices=devices, plan=plan, resume=_resume(resume), dry_run=dry_run)
+    from arena_jax.runtime.signals import StopSignals
+
+    with StopSignals(_leave, noted=_noted) as signals:
+        start_jax(cpu_devices_needed(loaded, devices, plan))
+        code, report = train(
+            loaded,
+            signals,
+            steps=steps,
+            devices=devices,
+            plan=plan,
+            resume=_resume(resume),
+            dry_run=dry_run,
+            as_json=as_json,
+        )
     if as_json:
         console.emit_json(report)
     ctx.exit(code)
@@ -102,22 +116,32 @@ def start_jax(num_cpu_devices: int) -> None:
 
 
 def train(
-    recipe: "Recipe", *, steps: int | None, devices: int | None, plan: Plan | None, resume: "Resume", dry_run: bool
+    recipe: "Recipe",
+    signals: "StopSignals",
+    *,
+    steps: int | None,
+    devices: int | None,
+    plan: Plan | None,
+    resume: "Resume",
+    dry_run: bool,
+    as_json: bool,
 ) -> tuple[int, dict[str, Any]]:
     """Train, and return the exit code and what ``--json`` prints."""
     from arena_jax.job import build
 
     job = build(recipe)
+    signals.check("building the model")
     planner = _planner(job)
+    signals.check("tracing the model")
     target = plan.grid if plan is not None else _target(recipe, planner, devices)
     planner.check_fits(target.allocation if isinstance(target, GridShape) else target)
     if dry_run:
-        return 0, _dry_run(job, planner, target, plan)
+        return 0, _dry_run(job, planner, target, plan, as_json=as_json)
     # `steps=N` is another recipe, whose schedule ends earlier; `--steps N` is the beginning of this one.
     num_steps = job.steps if steps is None else steps
     run = _run_directory(recipe, resume, num_steps)
     try:
-        return _train(job, planner, target, plan, run, num_steps)
+        return _train(job, planner, target, plan, run, num_steps, signals)
     finally:
         run.close()
 
@@ -129,6 +153,7 @@ def _train(
     plan: Plan | None,
     run: "RunDirectory",
     num_steps: int,
+    signals: "StopSignals",
 ) -> tuple[int, dict[str, Any]]:
     from arena_jax.cli.progress import Progress
     from arena_jax.fit import model_leaves
@@ -139,40 +164,36 @@ def _train(
     recipe = job.recipe
     tracker = _tracker(recipe)
     evals: list[dict[str, Any]] = []
-    before = signal.signal(signal.SIGTERM, _terminate)
     console.note(f"run {run.path}" + (f", resuming at step {run.resume_step}" if run.resume_step is not None else ""))
-    try:
-        with Progress(num_steps, name=job.name) as progress:
-            trained = run_training(
-                Training(
-                    name=job.name,
-                    planner=planner,
-                    target=target,
-                    plan=plan,
-                    feed=Feed(job.make_data()),
-                    options=LoopOptions(
-                        num_steps=num_steps,
-                        items_per_step=job.items_per_batch[0],
-                        item_unit=job.items_per_batch[1],
-                        samples_per_step=job.global_batch,
-                        eval_every=recipe.eval.every if job.make_eval_data is not None else 0,
-                        checkpoint_every=recipe.checkpoint.every,
-                        nonfinite=recipe.nonfinite,
-                    ),
-                    seed=job.seed,
-                    run=run,
-                    keep=recipe.checkpoint.keep,
-                    leaves=model_leaves(planner.problem),
-                    eval_data=None if job.make_eval_data is None else _Again(job.make_eval_data),
-                    tracker=tracker,
-                    hook=_hook(recipe),
-                    callbacks=(progress, lambda event: evals.append(event) if event["kind"] == "eval" else None),
-                    record={"recipe": recipe.to_yaml(), "params": recipe.resolved()},
-                    leave=_leave,
-                )
+    with Progress(num_steps, name=job.name) as progress:
+        trained = run_training(
+            Training(
+                name=job.name,
+                planner=planner,
+                target=target,
+                plan=plan,
+                feed=Feed(job.make_data()),
+                options=LoopOptions(
+                    num_steps=num_steps,
+                    items_per_step=job.items_per_batch[0],
+                    item_unit=job.items_per_batch[1],
+                    samples_per_step=job.global_batch,
+                    eval_every=recipe.eval.every if job.make_eval_data is not None else 0,
+                    checkpoint_every=recipe.checkpoint.every,
+                    nonfinite=recipe.nonfinite,
+                ),
+                seed=job.seed,
+                run=run,
+                keep=recipe.checkpoint.keep,
+                leaves=model_leaves(planner.problem),
+                eval_data=None if job.make_eval_data is None else _Again(job.make_eval_data),
+                tracker=tracker,
+                hook=_hook(recipe),
+                callbacks=(progress, lambda event: evals.append(event) if event["kind"] == "eval" else None),
+                record={"recipe": recipe.to_yaml(), "params": recipe.resolved()},
+                signals=signals,
             )
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        )
     report = _report(job, trained, run)
     if evals:
         report["eval"] = evals[-1]["metrics"]
@@ -180,20 +201,28 @@ def _train(
     return _EXIT_CODES.get(trained.outcome.stop_reason, 0), report
 
 
-def _dry_run(job: "Job", planner: "Planner", target: GridShape | Allocation, plan: Plan | None) -> dict[str, Any]:
-    from arena_jax.cli.progress import render_candidates
+def _dry_run(
+    job: "Job", planner: "Planner", target: GridShape | Allocation, plan: Plan | None, *, as_json: bool
+) -> dict[str, Any]:
+    from arena_jax.cli.progress import plan_summary, render_candidates
     from arena_jax.planner import candidate_rows, choose
 
     rows: list[dict[str, Any]] = []
+    estimate = None
     if plan is None:
         index = planner.search(target)
         row = index.row(target) if isinstance(target, GridShape) else index.best(target)
         rows = candidate_rows(index, None if row is None else row.plan)
         render_candidates(rows)
         candidate = choose(index, target)
+        estimate = row.estimate if row is not None else None
     else:
         candidate = planner.given(plan)
-    console.data(candidate.plan.dumps().rstrip())
+    if sys.stdout.isatty() and not as_json:
+        for line in plan_summary(candidate.plan, estimate):
+            console.data(line)
+    else:
+        console.data(candidate.plan.dumps().rstrip())
     return {
         "steps": 0,
         "losses": [],
@@ -311,13 +340,18 @@ def _resume(text: str) -> "Resume":
     return int(text) if text.isdecimal() else text
 
 
-def _terminate(number: int, frame: Any) -> None:
-    """SIGTERM while nothing is trained yet: there is nothing to save."""
-    raise SystemExit(EXIT_RESUMABLE)
+def _noted(number: signal.Signals) -> None:
+    """Written past Python's buffers, for a handler may interrupt a write."""
+    os.write(2, f"\n{number.name}: stopping after this step or phase; a second one leaves at once\n".encode())
 
 
 def _leave(number: int) -> None:
-    """A second signal: without waiting for threads or exit handlers. What is being saved stays unfinished."""
+    """A second signal: without waiting for threads or exit handlers. What is being saved stays unfinished.
+
+    Events are in the log as soon as they are emitted, so there is nothing to flush.
+    """
+    if sys.stderr.isatty():
+        os.write(2, b"\x1b[?25h")  # the cursor that the progress hid
     os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_RESUMABLE)
 
 

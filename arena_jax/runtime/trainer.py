@@ -40,7 +40,7 @@ class Trainer:
         eval_data: iterated anew for each evaluation.
         hook: the scheduler's half; ``None`` when there is none.
         recompile: how to follow the scheduler to another grid.
-        leave: what a second signal does; see :class:`StopSignals`.
+        signals: whose signal ends the run; may be entered already.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Trainer:
         eval_data: Iterable[Any] | None = None,
         hook: SchedulerHook | None = None,
         recompile: Recompile | None = None,
-        leave: Callable[[int], Any] | None = None,
+        signals: StopSignals | None = None,
     ) -> None:
         self._compiled = compiled
         self._feed = feed
@@ -66,7 +66,7 @@ class Trainer:
         self._eval_data = eval_data
         self._scheduler = SchedulerLine(hook, options, journal)
         self._recompile = recompile
-        self._leave = leave
+        self._signals = signals or StopSignals()
         self._state: Any = None
         self._step = 0
         self._inflight = InFlight()
@@ -81,7 +81,7 @@ class Trainer:
         """
         self._state, self._step = state, first_step
         del state  # so that a pause can free it
-        with StopSignals(self._leave) as signals:
+        with self._signals as signals:
             self._inflight.restart_clock()
             try:
                 reason = self._train(signals)
