@@ -14,6 +14,7 @@ from pathlib import Path
 
 from arena_jax import __version__
 from arena_jax.cli.accelerators import Accelerator, find_accelerators
+from arena_jax.errors import counted
 from arena_jax.home import cache_sizes, home
 from arena_jax.solver_setup import ALPA_VERSION, alpa_folder
 
@@ -58,7 +59,7 @@ def checks() -> Iterator[Check]:
     yield _ray()
     yield _home()
     for cache in cache_sizes():
-        detail = f"{_bytes(cache.size_bytes)} in {cache.num_files} files" if cache.num_files else "empty"
+        detail = f"{_bytes(cache.size_bytes)} in {counted(cache.num_files, 'file')}" if cache.num_files else "empty"
         yield Check(name=f"cache {cache.name}", status="ok", detail=f"{detail}, {cache.path}")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from arena_jax.cli import console
-from arena_jax.errors import ArenaError
+from arena_jax.errors import ArenaError, counted
 from arena_jax.events import EXPERIMENT
 
 
@@ -42,5 +42,5 @@ def sync(run: Path, uri: str | None, experiment: str | None, as_json: bool) -> N
     if as_json:
         console.emit_json({"num_events": num_events, "uri": tracker.uri})
     else:
-        console.note(f"{num_events} events sent to {tracker.uri}")
+        console.note(f"{counted(num_events, 'event')} sent to {tracker.uri}")
         console.note(f"to look at them: {tracker.how_to_open()}")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from arena_jax.errors import ArenaError, nearest
+from arena_jax.errors import ArenaError, counted, nearest
 from arena_jax.grid import GridShape, tilings
 from arena_jax.recipe.schema import OPTIMIZERS, Recipe
 
@@ -47,7 +47,7 @@ def _grid(recipe: Recipe) -> Iterator[Fault]:
     plan = recipe.plan
     for key, sizes in (("plan.dp", plan.dp), ("plan.tp", plan.tp)):
         if isinstance(sizes, list) and plan.stages and len(sizes) != plan.stages:
-            yield (key, "plan.stages"), f"{key}: {len(sizes)} sizes for {plan.stages} stages"
+            yield (key, "plan.stages"), f"{key}: {counted(len(sizes), 'size')} for {counted(plan.stages, 'stage')}"
     if plan.grid is None:
         return
     keys = ("plan.grid", "plan.stages", "plan.dp", "plan.tp")
@@ -64,7 +64,7 @@ def _grid(recipe: Recipe) -> Iterator[Fault]:
     if stages > grid.num_devices:
         yield (
             keys[:2],
-            f"plan.stages: {stages} stages on {grid.num_devices} devices; at most {grid.num_devices} would do",
+            f"plan.stages: {counted(stages, 'stage')} on {counted(grid.num_devices, 'device')}; at most {grid.num_devices} would do",
         )
     elif not tilings(GridShape(grid.allocation, stages)):
         yield keys[:2], f"plan.stages: {stages} submeshes cannot tile {grid.allocation}"
