@@ -104,7 +104,8 @@ class UpdateRunner:
             return
         sources = []
         for value in missing:
-            assert value.maker is not None and value.maker.run is None
+            assert value.maker is not None
+            assert value.maker.run is None
             (source,) = value.maker.inputs
             assert source.stage is not None
             sources.append(self._input(source, source.stage, arrays, inputs))
