@@ -64,8 +64,10 @@ def _grid(recipe: Recipe) -> Iterator[Fault]:
     if stages > grid.num_devices:
         yield (
             keys[:2],
-            f"plan.stages: {counted(stages, 'stage')} on {counted(grid.num_devices, 'device')}; "
-            f"at most {grid.num_devices} would do",
+            (
+                f"plan.stages: {counted(stages, 'stage')} on {counted(grid.num_devices, 'device')}; "
+                f"at most {grid.num_devices} would do"
+            ),
         )
     elif not tilings(GridShape(grid.allocation, stages)):
         yield keys[:2], f"plan.stages: {stages} submeshes cannot tile {grid.allocation}"
