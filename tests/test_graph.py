@@ -208,6 +208,38 @@ def test_state_that_depends_on_no_data_is_advanced_ahead() -> None:
     stage_graph = cut(analysis, [Position(0), analysis.layers.starts[1]])
     assert [analysis.problem.of_kind("state")[k].name for k in stage_graph.advanced] == ["calls"]
     assert stage_graph.state_stage == {}
+    # No stage reads the counter, and one keeps it all the same.
+    assert [len(stage.state) for stage in stage_graph.stages] == [1, 0]
+
+
+class Diary(Plain):
+    """State read by nobody, from data and from other state."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs)
+        self.last = nnx.Variable(jnp.zeros((WIDTH,)))
+        self.before_last = nnx.Variable(jnp.zeros((WIDTH,)))
+        self.twice = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.twice.set_value(2 * self.calls[...])
+        out = super().__call__(x * (1 + self.twice[...].astype("float32")))
+        self.before_last.set_value(self.last[...])
+        self.last.set_value(out.mean(0))
+        return out
+
+
+def test_state_that_is_only_written_stays_where_it_is_written() -> None:
+    x = jax.ShapeDtypeStruct((8, WIDTH), "float32")
+    analysis = analyse(make_problem(Diary, optax.sgd(0.1), plain_loss, {"x": x, "y": x}))
+    stage_graph = check_stages(analysis, Values(analysis), [Position(0), analysis.layers.starts[-1]])
+    names = [leaf.name for leaf in analysis.problem.of_kind("state")]
+    assert [names[k] for k in stage_graph.advanced] == ["calls", "twice"]
+    # What follows from data, at one remove too, is not known ahead; both are of the last stage.
+    assert {names[k]: stage for k, stage in stage_graph.state_stage.items()} == {"last": 1, "before_last": 1}
+    graph = stage_graph.graph
+    held = [{graph.trace.leaves[graph.units[v].leaf].name for v in stage.state} for stage in stage_graph.stages]
+    assert held == [{"calls", "twice"}, {"last", "before_last"}]
 
 
 class Backward(Plain):

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax.extend import core as jex_core
+from jax.interpreters import partial_eval
 
 # `jit` is called `pjit` on some versions; all of these only wrap a jaxpr and can be inlined.
 INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call", "xla_call"})
@@ -59,6 +60,15 @@ def eqn_context(eqn: Any) -> Iterator[None]:
         if manager is not None:
             stack.enter_context(manager)
         yield
+
+
+def inputs_behind(jaxpr: Any, atom: Any) -> list[bool]:
+    """Which inputs of a jaxpr one of its values depends on, looking into calls and scans."""
+    if isinstance(atom, Literal):
+        return [False] * len(jaxpr.invars)
+    alone = jaxpr.replace(outvars=[atom], debug_info=jaxpr.debug_info.with_unknown_names())
+    _, used = partial_eval.dce_jaxpr(alone, [True])
+    return list(used)
 
 
 def is_key(aval: Any) -> bool:

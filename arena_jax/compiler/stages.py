@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from arena_jax.compiler import _compat
 from arena_jax.compiler.graph import MODEL_STATE, Graph, Node, Unit
 from arena_jax.compiler.problem import PARAMS, STATE
+from arena_jax.compiler.trace import Trace
 from arena_jax.errors import InfeasibleError
 
 
@@ -127,7 +128,9 @@ def _units_behind(atoms: Sequence[Any], graph: Graph, producers: dict[Any, int])
 def _assemble(graph: Graph, stage_of_node: Sequence[int], num_stages: int, *, with_state: bool) -> StageGraph:
     trace = graph.trace
     producers = {var: i for i, node in enumerate(graph.nodes) for var in node.eqn.outvars}
-    homes = _output_homes(graph, stage_of_node, producers, num_stages, with_state=with_state)
+    # For state whose update depends on no data: the state it reads.
+    ahead = _advanced_ahead(trace, graph) if with_state and num_stages > 1 else {}
+    homes = _output_homes(graph, stage_of_node, producers, num_stages, ahead, with_state=with_state)
     needed: list[set[int]] = [set() for _ in range(num_stages)]
     received: list[dict[Any, None]] = [{} for _ in range(num_stages)]
     inputs: list[dict[Any, None]] = [{} for _ in range(num_stages)]
@@ -138,10 +141,6 @@ def _assemble(graph: Graph, stage_of_node: Sequence[int], num_stages: int, *, wi
             pending.extend((a, stage_of_node[index]) for a in node.eqn.invars)
     for position, home in homes.items():
         pending.append((trace.jaxpr.outvars[position], home))
-    # A leaf that the loss never reads still has to be kept and updated somewhere.
-    used = {a for node in graph.nodes for a in node.eqn.invars if not isinstance(a, _compat.Literal)}
-    if with_state:
-        inputs[0].update((var, None) for var in graph.units if var not in used)
     seen: set[tuple[Any, int]] = set()
     while pending:
         atom, stage = pending.pop()
@@ -158,6 +157,14 @@ def _assemble(graph: Graph, stage_of_node: Sequence[int], num_stages: int, *, wi
         elif index not in needed[stage]:
             needed[stage].add(index)
             pending.extend((a, stage) for a in graph.nodes[index].eqn.invars)
+    if with_state:
+        # A leaf that no stage reads, such as a counter, still has to be kept and updated somewhere.
+        held = {var for used in inputs for var in used}
+        written = _stages_that_write(trace, homes)
+        for var in graph.units:
+            if var not in held:
+                inputs[written.get(var, 0)][var] = None
+        _add_what_state_reads(trace, ahead, inputs)
     boundaries = _boundaries(received, producers, stage_of_node)
     advanced, state_stage = _state_homes(graph, homes, inputs) if with_state else ((), {})
     stages = tuple(
@@ -167,7 +174,13 @@ def _assemble(graph: Graph, stage_of_node: Sequence[int], num_stages: int, *, wi
 
 
 def _output_homes(
-    graph: Graph, stage_of_node: Sequence[int], producers: dict[Any, int], num_stages: int, *, with_state: bool
+    graph: Graph,
+    stage_of_node: Sequence[int],
+    producers: dict[Any, int],
+    num_stages: int,
+    ahead: Mapping[int, set[int]],
+    *,
+    with_state: bool,
 ) -> dict[int, int]:
     """Position in the trace's outputs -> stage that computes it; state advanced ahead has none."""
     trace = graph.trace
@@ -176,11 +189,47 @@ def _output_homes(
     for position, atom in enumerate(trace.jaxpr.outvars):
         if position >= first_state and not with_state:
             break
-        if position >= first_state and num_stages > 1 and graph.flag(atom) in (0, MODEL_STATE):
+        if position - first_state in ahead:
             continue
         placed = not isinstance(atom, _compat.Literal) and atom in producers and graph.nodes[producers[atom]].placed
         homes[position] = stage_of_node[producers[atom]] if placed else num_stages - 1
     return homes
+
+
+def _stages_that_write(trace: Trace, homes: Mapping[int, int]) -> dict[Any, int]:
+    """Variable of a state leaf -> the stage that computes its new value from data."""
+    first_state = len(trace.jaxpr.outvars) - len(trace.state_atoms)
+    leaves = [trace.leaf_vars[i] for i, leaf in enumerate(trace.leaves) if leaf.kind == STATE]
+    return {var: homes[first_state + k] for k, var in enumerate(leaves) if first_state + k in homes}
+
+
+def _advanced_ahead(trace: Trace, graph: Graph) -> dict[int, set[int]]:
+    """Positions among the state leaves of those whose update depends on no data, not even through other state.
+
+    Returns:
+        For each, the positions of the state leaves that its update reads.
+    """
+    leaves = [i for i, leaf in enumerate(trace.leaves) if leaf.kind == STATE]
+    reads: dict[int, set[int]] = {}
+    for k, atom in enumerate(trace.state_atoms):
+        if graph.flag(atom) in (0, MODEL_STATE):
+            used = _compat.inputs_behind(trace.jaxpr, atom)
+            reads[k] = {j for j, i in enumerate(leaves) if used[i]}
+    while any(not read <= reads.keys() for read in reads.values()):
+        reads = {k: read for k, read in reads.items() if read <= reads.keys()}
+    return reads
+
+
+def _add_what_state_reads(trace: Trace, ahead: Mapping[int, set[int]], inputs: Sequence[dict[Any, None]]) -> None:
+    """State is advanced ahead on every stage that holds it: each needs what the update reads."""
+    leaves = [trace.leaf_vars[i] for i, leaf in enumerate(trace.leaves) if leaf.kind == STATE]
+    position = {var: k for k, var in enumerate(leaves)}
+    for used in inputs:
+        pending = [var for var in used if var in position]
+        while pending:
+            missing = [leaves[j] for j in ahead.get(position[pending.pop()], ()) if leaves[j] not in used]
+            used.update(dict.fromkeys(missing))
+            pending.extend(missing)
 
 
 def _boundaries(
