@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import nnx
 
 from arena_jax.compiler import Analysis, Problem, analyse, make_problem
 from arena_jax.compiler.stage_cost import Option
@@ -14,6 +16,7 @@ from arena_jax.compiler.stage_plan import stage_plan
 from arena_jax.grid import GridShape, Plan, Submesh
 from arena_jax.job import build
 from arena_jax.recipe import load_recipe
+from arena_jax.runtime import Program, compile_program
 from tests.same_numbers.cases import SMALL
 
 BATCH = 8
@@ -74,3 +77,59 @@ def make_plan(
             for i, (dp, tp) in enumerate(meshes)
         ),
     )
+
+
+WIDTH = 8
+
+
+class Tower(nnx.Module):
+    """Four residual blocks with dropout and a counter: every kind of leaf, in little."""
+
+    def __init__(self, rngs: nnx.Rngs, num_blocks: int = 4) -> None:
+        self.up = nnx.List([nnx.Linear(WIDTH, 16, rngs=rngs) for _ in range(num_blocks)])
+        self.down = nnx.List([nnx.Linear(16, WIDTH, rngs=rngs) for _ in range(num_blocks)])
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (4, WIDTH)))
+        self.dropout = nnx.Dropout(0.25, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: jax.Array, kind: jax.Array) -> jax.Array:
+        self.calls.set_value(self.calls[...] + 1)
+        x = x + self.table[...][kind]
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + self.dropout(down(jnp.tanh(up(x))))
+        return x
+
+
+def tower_loss(model: Tower, batch: Any) -> jax.Array:
+    """Mean squared error."""
+    return jnp.mean((model(batch["x"], batch["kind"]) - batch["y"]) ** 2)
+
+
+def not_the_table(path: Any, value: Any) -> bool:
+    """A filter that freezes the tower's table."""
+    return "table" not in path
+
+
+@cache
+def tower_problem() -> Problem:
+    """The tower with its table frozen, trained by adam."""
+    return make_problem(
+        Tower, optax.adam(1e-2), tower_loss, jax.eval_shape(tower_batch), trainable=not_the_table, seed=0
+    )
+
+
+def tower_batch(seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    x, y = rng.standard_normal((2, BATCH, WIDTH)).astype("float32")
+    return {"x": x, "y": y, "kind": rng.integers(0, 4, BATCH).astype("int32")}
+
+
+@cache
+def tower_analysis() -> Analysis:
+    return analyse(tower_problem())
+
+
+@cache
+def tower_program(grid: str, meshes: tuple[tuple[int, int], ...], zero: int = 0) -> Program:
+    """A compiled plan for the tower, two microbatches a step."""
+    return compile_program(tower_problem(), make_plan(tower_analysis(), grid, meshes, zero=zero, num_microbatches=2))
