@@ -53,7 +53,8 @@ lint: setup
 	$(BIN)/lint-imports
 
 bench: setup
-	@set -e; for script in benchmarks/[!_]*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+	@set -e; for script in benchmarks/[!_]*.py; do echo "== $$script"; \
+	  $(BIN)/python -m benchmarks.$$(basename $$script .py) $(ARGS); done
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe
+from benchmarks._machine import describe
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

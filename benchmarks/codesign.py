@@ -20,7 +20,7 @@ import numpy as np
 from arena_jax.scheduler import Scenario, Simulator, Workload, load_trace, summary
 from arena_jax.scheduler.policies import Arena
 from arena_jax.scheduler.tables import artifact_cluster, load_artifact
-from benchmarks.machine import describe
+from benchmarks._machine import describe
 from benchmarks.policies import DATA, RESULTS, ROOT, once
 
 VARIANTS = ("static", "own", "rigid", "all")

@@ -23,7 +23,7 @@ from arena_jax.scheduler.cluster import Cluster
 from arena_jax.scheduler.metrics import confidence
 from arena_jax.scheduler.tables import artifact_cluster, load_artifact
 from arena_jax.scheduler.traces.draw import draw_models
-from benchmarks.machine import describe
+from benchmarks._machine import describe
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("ARENA_JAX_DATA", ROOT / "../shared/data")).resolve()

@@ -18,7 +18,7 @@ import numpy as np
 from arena_jax.scheduler import Cluster, JobSpec, Settings, Simulator, Workload, load_trace
 from arena_jax.scheduler.policies import Arena
 from arena_jax.scheduler.tables import artifact_cluster, load_artifact
-from benchmarks.machine import describe
+from benchmarks._machine import describe
 from benchmarks.policies import DATA, RESULTS
 
 # Devices, active jobs, arrivals, and the seconds between them that keep the number of active jobs level.
