@@ -234,25 +234,38 @@ class PlanStore:
             self._create()
 
     def _create(self) -> None:
-        with closing(sqlite3.connect(self.path, timeout=30)) as db:
-            (version,) = db.execute("PRAGMA user_version").fetchone()
-            tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            if version not in (0, _SCHEMA_VERSION) or (version == 0 and tables):
-                raise sqlite3.DatabaseError("foreign or newer")
-            if version == _SCHEMA_VERSION:
+        """Make the tables where there are none; raise ``sqlite3.DatabaseError`` for a file that is not ours."""
+        with closing(sqlite3.connect(self.path, timeout=30, isolation_level=None)) as db:
+            if self._is_ours(db, "BEGIN"):
                 return
-            db.execute("PRAGMA journal_mode = WAL")
-            with db:
-                db.execute("CREATE TABLE IF NOT EXISTS jobs (digest TEXT PRIMARY KEY, key TEXT NOT NULL)")
+            # Of several that begin at once, one makes the tables and the others find them.
+            if not self._is_ours(db, "BEGIN IMMEDIATE", keep=True):
+                db.execute("CREATE TABLE jobs (digest TEXT PRIMARY KEY, key TEXT NOT NULL)")
                 db.execute(
-                    "CREATE TABLE IF NOT EXISTS rows (job TEXT, grid TEXT, num_microbatches INTEGER,"
+                    "CREATE TABLE rows (job TEXT, grid TEXT, num_microbatches INTEGER,"
                     " data TEXT NOT NULL, stored_at REAL, PRIMARY KEY (job, grid, num_microbatches))"
                 )
                 db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+            db.execute("COMMIT")
+            with suppress(sqlite3.OperationalError):  # another one may be at work already; it is only faster
+                db.execute("PRAGMA journal_mode = WAL")
+
+    @staticmethod
+    def _is_ours(db: sqlite3.Connection, begin: str, *, keep: bool = False) -> bool:
+        """Whether the tables are there, as of one moment; ``keep`` leaves the transaction open."""
+        db.execute(begin)
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if version not in (0, _SCHEMA_VERSION) or (version == 0 and tables):
+            raise sqlite3.DatabaseError("foreign or newer")
+        if not keep:
+            db.execute("ROLLBACK")
+        return bool(version == _SCHEMA_VERSION)
 
     def _set_aside(self) -> None:
         self.set_aside = self.path.with_name(f"{self.path.name}.set-aside-{time.time_ns()}")
-        self.path.rename(self.set_aside)
+        with suppress(FileNotFoundError):  # another one has just set it aside
+            self.path.rename(self.set_aside)
         for suffix in ("-wal", "-shm"):
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
 
