@@ -396,7 +396,9 @@ class Simulator:
         self.column[j], self.state[j], self.cause[j] = new, RUNNING, cause
         self.pace[j] = self.workload.step_s[j, new] * slow
         self.since[j] = self.now
-        self.charge_until[j] = self.now + self._costs[cause]
+        # A change during a charge starts a new one, and never makes the job ready sooner than the old one would.
+        ready = self.charge_until[j] if old >= 0 else 0.0
+        self.charge_until[j] = max(self.now + self._costs[cause], ready)
         self.due[j] = self.charge_until[j] + self.remaining[j] * self.pace[j]
         if self.settings.quantise:
             self.due[j] = self._boundary(float(self.due[j]))
