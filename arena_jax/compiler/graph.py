@@ -106,9 +106,6 @@ class Graph:
     def flag(self, atom: Any) -> int:
         return 0 if isinstance(atom, _compat.Literal) else self.flags[atom]
 
-    def is_input(self, atom: Any) -> bool:
-        return atom in self.units or atom in self.trace.input_names
-
 
 def build_graph(trace: Trace) -> Graph:
     """Classify the equations of a trace."""

@@ -21,10 +21,6 @@ class Boundary:
     producer: int
     consumers: tuple[int, ...]
 
-    @property
-    def differentiable(self) -> bool:
-        return is_differentiable(self.var)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:

@@ -34,7 +34,6 @@ class Pipeline:
         self._functions = functions
         self._layout = layout
         self._num_microbatches = num_microbatches
-        self._boundaries = stage_graph.boundaries
         self._producer = {b.var: b.producer for b in stage_graph.boundaries}
         self._specs = _BoundaryShardings(stage_graph, [f.placement for f in functions])
         self._batch_shardings = [self._stage_batch_shardings(f) for f in functions]
@@ -167,7 +166,7 @@ class Pipeline:
 
     def _send(self, stage: int, m: int, sent: Sequence[Any], arrived: dict[tuple[int, int, Any], Any]) -> None:
         for var, value in zip(self._functions[stage].stage.sent, sent, strict=True):
-            for consumer in self._consumers(var):
+            for consumer in self._specs.consumers[var]:
                 arrived[consumer, m, var] = jax.device_put(value, self._specs.at(var, consumer))
 
     def _send_back(
@@ -176,9 +175,6 @@ class Pipeline:
         for var, value in zip(self._functions[stage].differentiable_received, back, strict=True):
             producer = self._producer[var]
             returned.setdefault((m, var), {})[stage] = jax.device_put(value, self._specs.at(var, producer))
-
-    def _consumers(self, var: Any) -> tuple[int, ...]:
-        return self._specs.consumers[var]
 
     # The batch.
 
