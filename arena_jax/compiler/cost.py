@@ -6,8 +6,16 @@ all-gather and reduce-scatter (Thakur, Rabenseifner, Gropp 2005).
 """
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from arena_jax.grid import CATALOGUE, Allocation, Catalogue, DeviceType, Submesh
+
+# A number, or an array of them that is worked on elementwise.
+Floats = Any
+# What operations are told apart by.
+OP_KINDS = ("dot", "conv", "elementwise", "reduce", "gather", "scatter", "sort", "other")
 
 # Share of peak that large matrix products, and streaming kernels, reach; a round figure of public
 # GPU benchmarks. Measured CPU rates are what they are.
@@ -40,11 +48,27 @@ class Hardware:
     def dispatch_s(self) -> float:
         return _DISPATCH_S[self.device.platform]
 
-    def compute_s(self, flops: float, dtype: str) -> float:
+    def op_s(self, kind: str, dtype: str, flops: Floats, num_bytes: Floats) -> Floats:
+        """Seconds of one execution of an operation on one device, elementwise over arrays.
+
+        Args:
+            kind: one of :data:`OP_KINDS`.
+            dtype: numpy name of the type that is computed in.
+            flops: FLOPs of one device, float64.
+            num_bytes: bytes one device reads and writes when the operation runs on its own.
+        """
+        if kind not in OP_KINDS:
+            raise ValueError(f"unknown kind of operation {kind!r}; kinds: {', '.join(OP_KINDS)}")
+        moved_s = self.memory_s(np.asarray(num_bytes, float))
+        if kind not in ("dot", "conv"):
+            return moved_s + self.launch_s
+        return np.maximum(self.compute_s(np.asarray(flops, float), dtype), moved_s) + self.launch_s
+
+    def compute_s(self, flops: Floats, dtype: str) -> Floats:
         """Seconds for FLOPs of large matrix products in a dtype."""
         return flops / (self.device.peak(dtype) * _COMPUTE_SHARE[self.device.platform])
 
-    def memory_s(self, num_bytes: float) -> float:
+    def memory_s(self, num_bytes: Floats) -> Floats:
         """Seconds to stream bytes through device memory."""
         return num_bytes / (self.device.memory_bandwidth * _BANDWIDTH_SHARE[self.device.platform])
 
@@ -57,20 +81,24 @@ class Link:
     bandwidth: float
     latency_s: float
 
-    def all_reduce_s(self, num_bytes: float) -> float:
+    def all_reduce_s(self, num_bytes: Floats) -> Floats:
         return self._ring_s(2 * num_bytes, 2)
 
-    def all_gather_s(self, num_bytes: float) -> float:
+    def all_gather_s(self, num_bytes: Floats) -> Floats:
         """``num_bytes`` is the gathered size."""
         return self._ring_s(num_bytes, 1)
 
-    def all_to_all_s(self, num_bytes: float) -> float:
+    def reduce_scatter_s(self, num_bytes: Floats) -> Floats:
+        """``num_bytes`` is the size before scattering."""
+        return self._ring_s(num_bytes, 1)
+
+    def all_to_all_s(self, num_bytes: Floats) -> Floats:
         """``num_bytes`` is what one device holds. Dearer than its share of bytes, as messages are small."""
         return self._ring_s(num_bytes, 1)
 
-    def _ring_s(self, num_bytes: float, rounds: int) -> float:
+    def _ring_s(self, num_bytes: Floats, rounds: int) -> Floats:
         if self.size == 1:
-            return 0.0
+            return np.zeros_like(num_bytes, float) if np.ndim(num_bytes) else 0.0
         share = (self.size - 1) / self.size
         return num_bytes * share / self.bandwidth + rounds * (self.size - 1) * self.latency_s
 
