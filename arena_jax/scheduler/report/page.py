@@ -1,7 +1,5 @@
 """The report of a study: one HTML page that needs nothing else."""
 
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -9,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from arena_jax.errors import UsageError
+from arena_jax.page import svg
+from arena_jax.page.document import document, folded, table, write_file
 from arena_jax.scheduler.metrics import completion_times_s, confidence, devices_in_use, summary
-from arena_jax.scheduler.report import svg
 from arena_jax.scheduler.simulator import FINISHED, Result
 
 # (key, title, unit) of the table's columns; seconds are written as durations.
@@ -36,22 +34,6 @@ _TABLE = (
     ("waiting", "waiting", ""),
 )
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --rule: #d8d8d8; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --paper: #161616; --rule: #3a3a3a; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1100px;
-       margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }
-th, td { padding: 3px 9px; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } td small { opacity: .65; } td.best { font-weight: 700; }
-svg { width: 100%; max-width: 860px; height: auto; } svg text { font-size: 11px; fill: var(--ink); }
-.grid { stroke: var(--rule); stroke-width: .6; } .axis { stroke: var(--ink); }
-.legend { margin: 0 0 1rem; font-size: 13px; } .key { margin-right: 1.1rem; }
-.key i { display: inline-block; width: 11px; height: 11px; margin-right: 5px; border-radius: 2px; }
-details { margin: .6rem 0; } summary { cursor: pointer; }
-"""
-
 
 def write_report(
     path: str | Path, results: Mapping[str, Sequence[Result]], *, title: str, bound_s: float | None
@@ -61,15 +43,7 @@ def write_report(
     The file appears whole or not at all. Raises :class:`UsageError` where it cannot be written.
     """
     text = render(results, title=title, bound_s=bound_s)
-    target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, target)
-    except OSError as error:
-        raise UsageError(f"cannot write the report {str(path)!r}: {error.strerror}") from error
+    write_file(path, text)
 
 
 def render(results: Mapping[str, Sequence[Result]], *, title: str, bound_s: float | None) -> str:
@@ -113,15 +87,11 @@ def render(results: Mapping[str, Sequence[Result]], *, title: str, bound_s: floa
             log_x=True,
         ),
         "<h2>Devices held, by type</h2>",
-        *(_folded(name, _allocation(run, began), i == 0) for i, (name, run) in enumerate(first.items())),
+        *(folded(name, _allocation(run, began), i == 0) for i, (name, run) in enumerate(first.items())),
         "<h2>Jobs</h2><p>One line a job: colour is the type, paler is fewer devices, dark edges are restarts.</p>",
-        *(_folded(name, _jobs(run, began), i == 0) for i, (name, run) in enumerate(first.items())),
+        *(folded(name, _jobs(run, began), i == 0) for i, (name, run) in enumerate(first.items())),
     ]
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
-        f"<body>{''.join(parts)}</body></html>\n"
-    )
+    return document(title, parts)
 
 
 def _table(summaries: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
@@ -135,7 +105,6 @@ def _table(summaries: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     for key in ("mean_jct_s", "p99_jct_s", "mean_slowdown", "worst_slowdown", "mean_queue_s", "makespan_s", "rho"):
         known = [v for row in means.values() if (v := row[key]) is not None]
         best[key] = min(known, default=None)
-    head = "".join(f"<th>{title}</th>" for _, title, _ in _TABLE)
     rows = []
     for name, runs in summaries.items():
         cells = []
@@ -149,8 +118,8 @@ def _table(summaries: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
             spread = f" <small>±{half:.3g}</small>" if half else ""
             mark = ' class="best"' if value == best.get(key) else ""
             cells.append(f"<td{mark}>{text}{spread}</td>")
-        rows.append(f"<tr><td>{escape(name)}</td>{''.join(cells)}</tr>")
-    return f'<div class="scroll"><table><tr><th>policy</th>{head}</tr>{"".join(rows)}</table></div>'
+        rows.append([escape(name), *cells])
+    return table(["policy", *(title for _, title, _ in _TABLE)], rows)
 
 
 def _cdf(name: str, values: np.ndarray, color: str) -> svg.Series:
@@ -209,13 +178,9 @@ def _jobs(run: Result, began: float) -> str:
             bars.append(
                 svg.Bar(row=s.job, start=s.start_s - began, end=end, color="#000000aa", label=f"{name}: {s.cause}")
             )
-    chart = svg.gantt(bars, len(run.workload.jobs), x_label="time since the first arrival")
+    chart = svg.gantt(bars, len(run.workload.jobs), x_label="time since the first arrival", y_label="jobs by arrival")
     return chart + svg.legend({name: colors[name] for name in columns.types})
 
 
 def _type_colors(types: Sequence[str]) -> dict[str, str]:
     return {name: svg.PALETTE[k % len(svg.PALETTE)] for k, name in enumerate(types)}
-
-
-def _folded(name: str, body: str, opened: bool) -> str:
-    return f"<details{' open' if opened else ''}><summary>{escape(name)}</summary>{body}</details>"

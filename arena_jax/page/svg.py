@@ -1,4 +1,4 @@
-"""Charts as inline SVG text: step lines, stacked steps and Gantt bars. No script, no outside file."""
+"""Charts as inline SVG text: step lines, stacked steps, points, bars and Gantt bars. No script, no outside file."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +10,9 @@ import numpy as np
 WIDTH, HEIGHT = 720, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 40
 _MOST_POINTS = 700
+_BAR_HEIGHT = 20
+# A limit this many times beyond what is drawn would squeeze it.
+_FARTHEST = 3.0
 
 # Colours that stay apart for colour-blind readers, in light and dark.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7a7a7a", "#b22222", "#4b0082")
@@ -27,13 +30,26 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One bar of a Gantt chart on line ``row``."""
+    """One bar of a Gantt chart on line ``row``; ``text`` is written inside where it fits."""
 
     row: int
     start: float
     end: float
     color: str
     label: str
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One point of a scatter chart; hollow ones are drawn as rings, ``text`` stands beside it."""
+
+    x: float
+    y: float
+    color: str
+    label: str
+    text: str = ""
+    hollow: bool = False
 
 
 def lines(series: Sequence[Series], *, x_label: str, y_label: str, log_x: bool = False, step: bool = True) -> str:
@@ -93,21 +109,117 @@ def stacked(
     return _svg(body, HEIGHT) + legend({name: colors[name] for name in parts})
 
 
-def gantt(bars: Sequence[Bar], num_rows: int, *, x_label: str) -> str:
-    """Bars on rows, at most 14 pixels a row."""
+def points(
+    found: Sequence[Point],
+    *,
+    x_label: str,
+    y_label: str,
+    limits: Mapping[str, tuple[float, str]],
+    x_text: Callable[[float], str],
+    y_text: Callable[[float], str],
+) -> str:
+    """A scatter chart with its origin at zero.
+
+    Args:
+        limits: name -> (x, colour) of vertical lines; those far beyond all points are left out.
+        x_text, y_text: how the numbers of an axis are written.
+    """
+    if not found:
+        return "<p>nothing to draw</p>"
+    high = max(p.x for p in found)
+    near = {name: limit for name, limit in limits.items() if limit[0] <= _FARTHEST * high}
+    to_x, ticks = _x_axis(0.0, 1.05 * max([high, *(x for x, _ in near.values())]), False)
+    top = 1.05 * max(p.y for p in found)
+    to_y = _y_axis(top)
+    body = [_frame(ticks, to_x, top, to_y, x_label, y_label, False, x_text=x_text, y_text=y_text)]
+    for name, (x, color) in near.items():
+        body.append(
+            f'<line x1="{to_x(x):.1f}" y1="{_TOP}" x2="{to_x(x):.1f}" y2="{HEIGHT - _BOTTOM}" stroke="{color}" '
+            f'stroke-dasharray="4 3"><title>{escape(name)}</title></line>'
+            f'<text x="{to_x(x) - 4:.1f}" y="{_TOP + 10}" text-anchor="end">{escape(name)}</text>'
+        )
+    for p in found:
+        paint = f'fill="none" stroke="{p.color}" stroke-width="1.8"' if p.hollow else f'fill="{p.color}"'
+        at_x, at_y = to_x(p.x), to_y(p.y)
+        body.append(
+            f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="4.5" {paint}><title>{escape(p.label)}</title></circle>'
+        )
+        if p.text:
+            right = at_x > WIDTH * 0.8
+            place = f'x="{at_x - 7:.1f}" text-anchor="end"' if right else f'x="{at_x + 7:.1f}"'
+            body.append(f'<text {place} y="{at_y + 4:.1f}">{escape(p.text)}</text>')
+    return _svg(body, HEIGHT)
+
+
+def bars(
+    rows: Mapping[str, Mapping[str, float]],
+    colors: Mapping[str, str],
+    *,
+    x_label: str,
+    text: Callable[[float], str],
+    limit: tuple[float, str] | None = None,
+) -> str:
+    """Horizontal stacked bars, one a row, with their legend.
+
+    Args:
+        rows: row -> part -> length.
+        text: how a length is written.
+        limit: a vertical line and its name.
+    """
+    totals = {name: sum(parts.values()) for name, parts in rows.items()}
+    high = max([*totals.values(), 0.0])
+    if high <= 0:
+        return "<p>nothing to draw</p>"
+    shown = limit is not None and limit[0] <= _FARTHEST * high
+    if limit is not None and shown:
+        high = max(high, limit[0])
+    height = int(_TOP + _BOTTOM + _BAR_HEIGHT * len(rows))
+    # A little room to the right, for the total beside the longest bar.
+    to_x, ticks = _x_axis(0.0, high * 1.12, False)
+    body = [_frame(ticks, to_x, 0.0, None, x_label, "", False, height=height, x_text=text)]
+    for number, (name, parts) in enumerate(rows.items()):
+        top, start = _TOP + number * _BAR_HEIGHT, 0.0
+        body.append(f'<text x="{_LEFT - 6}" y="{top + 13:.0f}" text-anchor="end">{escape(name)}</text>')
+        for part, length in parts.items():
+            left, right = to_x(start), to_x(start + length)
+            start += length
+            if length > 0:
+                body.append(
+                    f'<rect x="{left:.1f}" y="{top + 2:.1f}" width="{max(right - left, 0.3):.1f}" '
+                    f'height="{_BAR_HEIGHT - 5}" fill="{colors[part]}">'
+                    f"<title>{escape(f'{name}, {part}: {text(length)}')}</title></rect>"
+                )
+        body.append(f'<text x="{to_x(start) + 5:.1f}" y="{top + 13:.0f}">{escape(text(start))}</text>')
+    if limit is not None and shown:
+        x = to_x(limit[0])
+        body.append(
+            f'<line class="axis" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{height - _BOTTOM}" '
+            f'stroke-dasharray="4 3"><title>{escape(limit[1])}</title></line>'
+        )
+    used = dict.fromkeys(part for parts in rows.values() for part, length in parts.items() if length > 0)
+    return _svg(body, height) + legend({part: colors[part] for part in used})
+
+
+def gantt(bars: Sequence[Bar], num_rows: int, *, x_label: str, y_label: str, row_height: float = 14.0) -> str:
+    """Bars on rows of ``row_height`` pixels, less where there are many."""
     if not bars:
         return "<p>nothing to draw</p>"
-    row_height = max(2.0, min(14.0, 1400.0 / max(num_rows, 1)))
+    row_height = max(2.0, min(row_height, 1400.0 / max(num_rows, 1)))
     height = int(_TOP + _BOTTOM + row_height * num_rows)
     low, high = min(b.start for b in bars), max(b.end for b in bars)
     to_x, ticks = _x_axis(low, high, False)
-    body = [_frame(ticks, to_x, 0.0, None, x_label, "jobs by arrival", False, height=height)]
+    body = [_frame(ticks, to_x, 0.0, None, x_label, y_label, False, height=height)]
     for bar in bars:
-        left, right = to_x(bar.start), to_x(bar.end)
+        left, right, top = to_x(bar.start), to_x(bar.end), _TOP + bar.row * row_height
         body.append(
-            f'<rect x="{left:.1f}" y="{_TOP + bar.row * row_height:.1f}" width="{max(right - left, 0.5):.1f}" '
+            f'<rect x="{left:.1f}" y="{top:.1f}" width="{max(right - left, 0.5):.1f}" '
             f'height="{row_height * 0.85:.1f}" fill="{bar.color}"><title>{escape(bar.label)}</title></rect>'
         )
+        if bar.text and right - left > 7 * len(bar.text):
+            body.append(
+                f'<text x="{(left + right) / 2:.1f}" y="{top + row_height * 0.6:.1f}" text-anchor="middle">'
+                f"{escape(bar.text)}</text>"
+            )
     return _svg(body, height)
 
 
@@ -128,7 +240,7 @@ def duration(seconds: float) -> str:
 
 
 def _svg(body: Sequence[str], height: int) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(body)}</svg>'
+    return f'<div class="scroll"><svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(body)}</svg></div>'
 
 
 def _x_axis(low: float, high: float, log: bool) -> tuple[Callable[[float], float], list[float]]:
@@ -156,18 +268,22 @@ def _frame(
     log_x: bool,
     *,
     height: int = HEIGHT,
+    x_text: Callable[[float], str] | None = None,
+    y_text: Callable[[float], str] | None = None,
 ) -> str:
     bottom = height - _BOTTOM
     parts = [f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{WIDTH - _RIGHT}" y2="{bottom}"/>']
+    if x_text is None:
+        x_text = duration if log_x or "time" in x_label else _number
     for tick in ticks:
-        text = duration(tick) if log_x or "time" in x_label else f"{tick:g}"
+        text = x_text(tick)
         parts.append(f'<line class="grid" x1="{to_x(tick):.1f}" y1="{_TOP}" x2="{to_x(tick):.1f}" y2="{bottom}"/>')
         parts.append(f'<text x="{to_x(tick):.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
     if to_y is not None:
         for tick in _ticks(0.0, top):
             y = to_y(tick)
             parts.append(f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{WIDTH - _RIGHT}" y2="{y:.1f}"/>')
-            parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
+            parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{(y_text or _number)(tick)}</text>')
     middle = (_LEFT + WIDTH - _RIGHT) / 2
     parts.append(f'<text x="{middle:.0f}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>')
     centre = (_TOP + bottom) / 2
@@ -176,6 +292,10 @@ def _frame(
         f"{escape(y_label)}</text>"
     )
     return "".join(parts)
+
+
+def _number(value: float) -> str:
+    return f"{value:g}"
 
 
 def _ticks(low: float, high: float, about: int = 6) -> list[float]:
