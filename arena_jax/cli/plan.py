@@ -5,21 +5,35 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from arena_jax import home
 from arena_jax.cli import console
 from arena_jax.cli.plan_ls import command as ls_command
-from arena_jax.errors import EXIT_INFEASIBLE, InfeasibleError, counted
-from arena_jax.grid import Allocation, GridShape, IndexRow, PlanIndex
+from arena_jax.errors import EXIT_INFEASIBLE, EXIT_INTERRUPTED, InfeasibleError, UsageError, counted, nearest
+from arena_jax.grid import Allocation, GridShape, IndexRow, PlanIndex, SearchInterrupted
 
 if TYPE_CHECKING:
+    from arena_jax.cli.plan_explain import Named
     from arena_jax.compiler import Constraints
+    from arena_jax.compiler.by_hand import HandWritten
     from arena_jax.compiler.stored import StoredSearch
     from arena_jax.job import Job
     from arena_jax.recipe import Recipe
+
+
+# What people write by hand; compiler.by_hand says what each is, and imports jax.
+HAND_WRITTEN = ("dp", "fsdp", "tp")
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+class Plans(NamedTuple):
+    """The plans of one call by name, and among them the best of each allocation."""
+
+    all: "list[Named]"
+    best: "list[Named]"
 
 
 class PlanCommand(click.Command):
@@ -47,6 +61,11 @@ class PlanCommand(click.Command):
 )
 @click.option("--engine", type=click.Choice(["highs", "alpa", "both"]), help="Solver; this release has highs.")
 @click.option("--save", "folder", type=click.Path(file_okay=False, path_type=Path), help="Write a plan file per grid.")
+@click.option("--compare", metavar="dp,fsdp,tp", help="Also plans that one would write by hand, one stage each.")
+@click.option("--explain", is_flag=True, help="Say where time and memory go, and what bound the best plan.")
+@click.option("--against", metavar="OTHER", help="The plan to explain against: a grid, a plan id, or dp, fsdp, tp.")
+@click.option("--report", "page", type=FILE, metavar="F.html", help="Write a self-contained page.")
+@click.option("--trace", "trace", type=FILE, metavar="F.json", help="Write the predicted timeline for Perfetto.")
 @console.json_option
 @click.pass_context
 def command(
@@ -57,12 +76,18 @@ def command(
     stages: tuple[int, ...],
     engine: str | None,
     folder: Path | None,
+    compare: str | None,
+    explain: bool,
+    against: str | None,
+    page: Path | None,
+    trace: Path | None,
     as_json: bool,
 ) -> None:
     """Find the best plan of RECIPE on every grid of some allocations, on hardware that need not be here.
 
     Without --on, the recipe's plan.grid is planned, or its cpu_devices. Plans are kept, and the next
-    call with the same recipe and options finds them. Exit code 3 when nothing fits anywhere.
+    call with the same recipe and options finds them. Exit code 3 when nothing fits anywhere. Ctrl-C
+    stops the search and shows the best so far.
     """
     from arena_jax.recipe import load_recipe
 
@@ -70,26 +95,47 @@ def command(
         overrides = (*overrides, f"plan.engine={engine}")
     loaded = load_recipe(recipe, overrides)
     targets = targets_of(loaded, specs, stages)
+    names = _hand_written_names(compare, against)
     start_jax()
     from arena_jax.cli.plan_report import report_of, table_lines
     from arena_jax.job import build
 
     job = build(loaded)
     search, constraints = _search(job)
-    index = search.plan(targets, constraints=constraints, num_microbatches=loaded.plan.num_microbatches)
-    report = report_of(job, search.problem, index)
-    for line in table_lines(report, job.items_per_batch[1]):
+    num_microbatches = loaded.plan.num_microbatches
+    interrupted = False
+    compared: list[HandWritten] | None = None
+    try:
+        index = search.plan(targets, constraints=constraints, num_microbatches=num_microbatches)
+        if names:
+            from arena_jax.compiler.by_hand import compare as compare_with
+
+            compared = compare_with(search, index, names, num_microbatches=num_microbatches, engine=constraints.engine)
+    except SearchInterrupted as stopped:
+        index, interrupted = stopped.index, True
+    report = report_of(job, search.problem, index, compared)
+    unit = job.items_per_batch[1]
+    for line in table_lines(report, unit) if report["grids"] else ():
         console.data(line)
     console.note(_how(index))
+    best = _best(index, compared or [])
+    if (explain or against is not None) and not interrupted:
+        report["explanations"] = _explain(search, best, against, constraints, num_microbatches)
     if folder is not None:
         save_plans(folder, job.name, index)
-    if not report["best"]:
-        error = _nothing_fits(search, index, constraints, loaded.plan.num_microbatches)
+    _write_files(job, search, report, best, page, trace)
+    code = 0
+    if interrupted:
+        report["interrupted"] = _what_is_missing(index)
+        code = EXIT_INTERRUPTED
+    elif not report["best"]:
+        error = _nothing_fits(search, index, constraints, num_microbatches)
         console.error(str(error))
         report["error"] = {"type": type(error).__name__, "message": error.message, "hint": error.hint}
+        code = EXIT_INFEASIBLE
     if as_json:
         console.emit_json(report)
-    ctx.exit(0 if report["best"] else EXIT_INFEASIBLE)
+    ctx.exit(code)
 
 
 def targets_of(recipe: "Recipe", specs: Sequence[str], stages: Sequence[int]) -> list[Allocation | GridShape]:
@@ -143,6 +189,86 @@ def _search(job: "Job") -> "tuple[StoredSearch, Constraints]":
     # The targets say the numbers of stages.
     constraints = replace(constraints_of(job.recipe.plan), stages=None)
     return StoredSearch(problem, plan_store(), name=job.name), constraints
+
+
+def _hand_written_names(compare: str | None, against: str | None) -> list[str]:
+    """The hand-written plans that were asked for, each once, in order."""
+    names = [name.strip() for name in (compare or "").split(",") if name.strip()]
+    for name in names:
+        if name not in HAND_WRITTEN:
+            raise UsageError(
+                f"--compare: no plan is called {name!r}{nearest(name, HAND_WRITTEN)}",
+                hint=f"use some of {','.join(HAND_WRITTEN)}",
+            )
+    if against in HAND_WRITTEN:
+        names.append(against)
+    return list(dict.fromkeys(names))
+
+
+def _best(index: PlanIndex, compared: "Sequence[HandWritten]") -> "Plans":
+    from arena_jax.cli.plan_explain import named
+
+    plans = named(index, compared)
+    best = [index.best(allocation) for allocation in dict.fromkeys(row.grid.allocation for row in index)]
+    return Plans(all=plans, best=[plan for plan in plans[: len(index)] if plan.row in best])
+
+
+def _explain(
+    search: "StoredSearch",
+    plans: "Plans",
+    against: str | None,
+    constraints: "Constraints",
+    num_microbatches: int | None,
+) -> list[dict[str, Any]]:
+    """Explain the best plan of each allocation; print it, and return what ``--json`` says of it."""
+    from arena_jax.cli.plan_explain import explain_lines, explanation, find_other
+    from arena_jax.compiler.binding import binding_constraints
+
+    explanations = []
+    for plan in plans.best:
+        other = find_other(against, plan, plans.all)
+        bindings = binding_constraints(search.analysis, plan.row, constraints, num_microbatches)
+        explanations.append(explanation(plan, other, bindings))
+        console.data()
+        for line in explain_lines(explanations[-1]):
+            console.data(line)
+    return explanations
+
+
+def _write_files(
+    job: "Job", search: "StoredSearch", report: dict[str, Any], plans: "Plans", page: Path | None, trace: Path | None
+) -> None:
+    from arena_jax.page.document import write_file
+
+    if page is not None:
+        from arena_jax.cli.plan_page import render
+
+        unit = job.items_per_batch[1]
+        write_file(page, render(report, unit, plans.all, search.problem.leaves, plans.best))
+        console.note(f"wrote {page}")
+    if trace is not None:
+        from arena_jax.cli.plan_trace import trace_text
+
+        write_file(trace, trace_text(plan.row for plan in plans.best), what="trace")
+        console.note(f"wrote {trace}")
+
+
+def _what_is_missing(index: PlanIndex) -> dict[str, Any]:
+    """Say which grids were not searched, and by how much they can still beat the best so far."""
+    bounds = index.lower_bounds_s
+    total = len(index) + len(bounds)
+    message = f"interrupted after {len(index)} of {counted(total, 'grid')}"
+    gaps: dict[str, float] = {}
+    for allocation in dict.fromkeys(row.grid.allocation for row in index):
+        row = index.best(allocation)
+        if row is None or row.step_time_s is None:
+            continue
+        least = min([row.step_time_s, *(at for grid, at in bounds.items() if grid.allocation == allocation)])
+        gaps[str(allocation)] = gap = row.step_time_s / least - 1
+        message += f"\n  {row.grid} is at most {gap:.0%} slower than the best" if gap else f"\n  {row.grid} is the best"
+        message += f" of {allocation}"
+    console.error(message)
+    return {"unfinished": [str(grid) for grid in bounds], "gap": gaps}
 
 
 def _how(index: PlanIndex) -> str:

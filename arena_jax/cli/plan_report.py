@@ -1,6 +1,6 @@
 """What ``arena-jax plan`` says: its ``--json`` object, and the table for a person."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from arena_jax.cli.console import width
@@ -9,13 +9,19 @@ from arena_jax.grid import IndexRow, PlanIndex
 
 if TYPE_CHECKING:
     from arena_jax.compiler import Problem
+    from arena_jax.compiler.by_hand import HandWritten
     from arena_jax.job import Job
 
 _MIN_LAYOUT = 9
 
 
-def report_of(job: "Job", problem: "Problem", index: PlanIndex) -> dict[str, Any]:
-    """The object of ``--json`` (see INTERFACE.md); what an infeasible grid does not have is ``None``."""
+def report_of(
+    job: "Job", problem: "Problem", index: PlanIndex, compared: Sequence["HandWritten"] | None = None
+) -> dict[str, Any]:
+    """The object of ``--json``; what an infeasible grid does not have is ``None``.
+
+    ``compared`` are hand-written plans, which stand under a key of their own where any were asked for.
+    """
     items, _ = job.items_per_batch
     best = {}
     for allocation in dict.fromkeys(row.grid.allocation for row in index):
@@ -23,7 +29,7 @@ def report_of(job: "Job", problem: "Problem", index: PlanIndex) -> dict[str, Any
         if row is not None and row.plan is not None:
             best[str(allocation)] = row.plan.plan_id
     dtype = compute_dtype(problem)
-    return {
+    report = {
         "model": job.name,
         "num_parameters": problem.num_parameters,
         "global_batch": problem.global_batch,
@@ -32,6 +38,9 @@ def report_of(job: "Job", problem: "Problem", index: PlanIndex) -> dict[str, Any
         "search_s": index.search_s,
         "num_programs_solved": index.num_programs_solved,
     }
+    if compared is not None:
+        report["compared"] = [{"name": plan.name} | _grid(plan.row, items, dtype) for plan in compared]
+    return report
 
 
 def compute_dtype(problem: "Problem") -> str:
@@ -96,7 +105,7 @@ def _grid(row: IndexRow, items: int, dtype: str) -> dict[str, Any]:
 def table_lines(report: Mapping[str, Any], unit: str) -> Iterator[str]:
     """The grids as a table no wider than the terminal; ``*`` marks the best of each allocation."""
     best = set(report["best"].values())
-    rows = [_cells(row, row["plan_id"] in best) for row in report["grids"]]
+    rows = [_cells(row, not row.get("name") and row["plan_id"] in best) for row in table_rows(report)]
     head = ["", "grid", "dp x tp", "micro", "step", "GiB/usable", f"{unit}/s", "MFU"]
     widths = [max(len(row[i]) for row in [head, *(r for r in rows if len(r) > 3)]) for i in range(len(head))]
     widths[1] = max(len(row[1]) for row in [head, *rows])
@@ -105,11 +114,22 @@ def table_lines(report: Mapping[str, Any], unit: str) -> Iterator[str]:
     for row in [head, *rows]:
         cells = [f"{row[0]:{widths[0]}}", f"{row[1]:{widths[1]}}"]
         if len(row) == 3:
-            cells.append(_fit(row[2], width() - len("  ".join(cells)) - 2))
+            cells.append(fit(row[2], width() - len("  ".join(cells)) - 2))
         else:
-            cells.append(f"{_fit(row[2], widths[2]):{widths[2]}}")
+            cells.append(f"{fit(row[2], widths[2]):{widths[2]}}")
             cells += [f"{cell:>{w}}" for cell, w in zip(row[3:], widths[3:], strict=True)]
         yield "  ".join(cells).rstrip()
+
+
+def table_rows(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The grids in order, after those of each allocation its hand-written plans, which have a ``name``."""
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for grid in report["grids"]:
+        rows.setdefault(grid["grid"].partition("/")[0], []).append(grid)
+    for plan in report.get("compared", ()):
+        allocation = plan["grid"].partition("/")[0]
+        rows.setdefault(allocation, []).append(dict(plan) | {"grid": f"{allocation} {plan['name']}"})
+    return [row for group in rows.values() for row in group]
 
 
 def _cells(row: Mapping[str, Any], is_best: bool) -> list[str]:
@@ -137,5 +157,5 @@ def _why(row: Mapping[str, Any]) -> str:
     return f"needs {needs:.4g} GiB a device, {usable:.4g} usable: {needs - usable:.3g} too much"
 
 
-def _fit(text: str, room: int) -> str:
+def fit(text: str, room: int) -> str:
     return text if len(text) <= room else text[: max(0, room - 3)].rstrip() + "..."

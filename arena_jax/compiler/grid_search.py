@@ -9,6 +9,7 @@ from arena_jax.compiler.cost import Hardware, transfer_s
 from arena_jax.compiler.flops import jaxpr_flops
 from arena_jax.compiler.inter import Costs, StageChoice, best_stages, least_memory
 from arena_jax.compiler.stage_cost import MeshCost, Option, state_ratios
+from arena_jax.compiler.stage_facts import stage_facts
 from arena_jax.compiler.stage_plan import make_plan
 from arena_jax.errors import counted
 from arena_jax.grid import Estimate, GridShape, IndexRow, StageEstimate, Submesh, logical_meshes, tilings
@@ -129,13 +130,13 @@ class _GridSearch:
 
     def boundary_s(self) -> np.ndarray:
         """Seconds per microbatch to carry values into each layer and cotangents back."""
-        same_node = self._grid.allocation.num_nodes == 1
         return np.array(
-            [
-                2 * (transfer_s(self._hardware, b / self._m, same_node) + self._dispatch_s) if b else 0.0
-                for b in self._analysis.layers.live_bytes
-            ]
+            [2 * (self._transfer_s(b) + self._dispatch_s) if b else 0.0 for b in self._analysis.layers.live_bytes]
         )
+
+    def _transfer_s(self, num_bytes: float) -> float:
+        """Moving one microbatch's share of bytes to the next stage."""
+        return transfer_s(self._hardware, num_bytes / self._m, self._grid.allocation.num_nodes == 1)
 
     @property
     def _dispatch_s(self) -> float:
@@ -152,25 +153,15 @@ class _GridSearch:
         return _row(self._grid, self._m, reason, least_memory_bytes=int(least))
 
     def estimate(self, stages: Sequence[StageChoice]) -> Estimate:
-        computes: list[float] = []
-        communications: list[float] = []
-        onces: list[float] = []
-        memories: list[int] = []
-        for i, s in enumerate(stages):
-            mesh, option = self.options[s.submesh][s.option]
-            compute, communication, once = mesh.step_parts(self._m, option)
-            in_flight = min(len(stages) - i, self._m)
-            at = s.first, s.last
-            computes.append(float(compute[at]))
-            communications.append(float(communication[at]))
-            onces.append(float(once[at]))
-            memories.append(int(mesh.memory(self._m, in_flight, option)[at]))
-        times = [a + b for a, b in zip(computes, communications, strict=True)]
+        facts = [self._stage_facts(i, s, len(stages)) for i, s in enumerate(stages)]
+        computes = [f.compute_s for f in facts]
+        communications = [f.communication_s for f in facts]
+        times = [f.time_s for f in facts]
         slowest = int(np.argmax(times))
         bubbles = (self._m - 1) * times[slowest]
         boundary = self.boundary_s()
         boundaries = float(sum(boundary[s.first] for s in stages[1:]))
-        once_s = max(onces)
+        once_s = max(f.update_s for f in facts)
         step_time_s = sum(times) + bubbles + boundaries + once_s
         rounds = self._m - 1
         breakdown = {
@@ -181,15 +172,24 @@ class _GridSearch:
         }
         return Estimate(
             step_time_s=step_time_s,
-            memory_bytes=max(memories),
+            memory_bytes=max(f.memory_bytes for f in facts),
             device_memory_bytes=self._hardware.usable_bytes,
-            stages=tuple(
-                StageEstimate(compute_s=c, communication_s=d, memory_bytes=m)
-                for c, d, m in zip(computes, communications, memories, strict=True)
-            ),
+            stages=tuple(facts),
             flops=3 * jaxpr_flops(self._analysis.trace.jaxpr),
             imbalance=max(times) / (sum(times) / len(times)),
             breakdown=breakdown,
+        )
+
+    def _stage_facts(self, index: int, stage: StageChoice, num_stages: int) -> StageEstimate:
+        mesh, option = self.options[stage.submesh][stage.option]
+        crossing = self._analysis.layers.live_bytes[stage.first] if index else 0
+        return stage_facts(
+            mesh,
+            (stage.first, stage.last),
+            self._m,
+            min(num_stages - index, self._m),
+            option,
+            transfer_s=self._transfer_s(crossing) if crossing else 0.0,
         )
 
 

@@ -6,12 +6,23 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from arena_jax.compiler.analysis import Analysis, Constraints, analyse
-from arena_jax.compiler.cost import hardware_of
+from arena_jax.compiler.cost import Hardware, hardware_of
+from arena_jax.compiler.flops import product_flops
 from arena_jax.compiler.grid_search import plan_grid
 from arena_jax.compiler.job_key import job_key
 from arena_jax.compiler.problem import Problem
 from arena_jax.errors import UsageError
-from arena_jax.grid import CATALOGUE, Allocation, Catalogue, GridShape, IndexRow, PlanIndex, grids_of, tilings
+from arena_jax.grid import (
+    CATALOGUE,
+    Allocation,
+    Catalogue,
+    GridShape,
+    IndexRow,
+    PlanIndex,
+    SearchInterrupted,
+    grids_of,
+    tilings,
+)
 
 MAX_STAGES = 8
 MAX_MICROBATCHES = 32
@@ -38,19 +49,29 @@ def plan_problem(
 
     Raises:
         UsageError: pins that contradict each other or the batch.
+        SearchInterrupted: Ctrl-C; holds what was found until then.
     """
     started = time.perf_counter()
     constraints = constraints or Constraints()
     check_pins(problem, constraints, num_microbatches)
     analysis = analysis or analyse(problem)
-    choices = _microbatch_choices(problem, num_microbatches)
+    choices = microbatch_choices(problem, num_microbatches)
     grids = [(grid, hardware_of(grid.allocation, catalogue)) for grid in grids_of_targets(targets, constraints)]
-    rows = {(grid, m): plan_grid(analysis, grid, hardware, constraints, m) for grid, hardware in grids for m in choices}
-    if num_microbatches is None and analysis.coupling:
-        chosen = _common_microbatches(rows, [g for g, _ in grids], choices)
-        picked = [rows[grid, chosen] for grid, _ in grids]
+    rows: dict[tuple[GridShape, int], IndexRow] = {}
+    interrupted = False
+    try:
+        for grid, hardware in grids:
+            for m in choices:
+                rows[grid, m] = plan_grid(analysis, grid, hardware, constraints, m)
+    except KeyboardInterrupt:
+        interrupted = True
+    done = [grid for grid, _ in grids if all((grid, m) in rows for m in choices)]
+    together = num_microbatches is None and bool(analysis.coupling)
+    if together:
+        chosen = _common_microbatches(rows, done, choices) if done else 0
+        picked = [rows[grid, chosen] for grid in done]
     else:
-        picked = [_fastest([rows[grid, m] for m in choices]) for grid, _ in grids]
+        picked = [fastest([rows[grid, m] for m in choices]) for grid in done]
     key = job_key(
         problem,
         analysis.trace,
@@ -60,7 +81,24 @@ def plan_problem(
         coupled=bool(analysis.coupling),
         catalogue=catalogue,
     )
-    return PlanIndex(picked, key=key, search_s=time.perf_counter() - started, num_programs_solved=len(rows))
+    index = PlanIndex(
+        picked,
+        key=key,
+        search_s=time.perf_counter() - started,
+        num_programs_solved=len(rows),
+        lower_bounds_s={grid: _at_least_s(analysis, hardware) for grid, hardware in grids if grid not in done},
+    )
+    if interrupted:
+        raise SearchInterrupted(index)
+    return index
+
+
+def _at_least_s(analysis: Analysis, hardware: Hardware) -> float:
+    """Seconds below which no plan's step is ever estimated: its products at peak, split evenly, never waiting."""
+    # A backward pass computes two products for each one of the forward pass.
+    products = product_flops(analysis.trace.jaxpr)
+    seconds = sum(3 * flops / hardware.device.peak(dtype) for dtype, flops in products.items())
+    return seconds / hardware.allocation.num_devices
 
 
 def check_pins(problem: Problem, constraints: Constraints, num_microbatches: int | None) -> None:
@@ -78,7 +116,8 @@ def check_pins(problem: Problem, constraints: Constraints, num_microbatches: int
         )
 
 
-def _microbatch_choices(problem: Problem, pinned: int | None) -> list[int]:
+def microbatch_choices(problem: Problem, pinned: int | None) -> list[int]:
+    """The numbers of microbatches that are tried."""
     if pinned is not None:
         return [pinned]
     batch = problem.global_batch
@@ -109,7 +148,8 @@ def grids_of_targets(targets: Iterable[Allocation | GridShape], constraints: Con
     return list(grids)
 
 
-def _fastest(rows: Sequence[IndexRow]) -> IndexRow:
+def fastest(rows: Sequence[IndexRow]) -> IndexRow:
+    """The fastest row of one grid, or the one that comes closest to fitting."""
     feasible = [row for row in rows if row.feasible]
     if feasible:
         return min(feasible, key=lambda row: row.step_time_s or 0.0)

@@ -11,7 +11,17 @@ from arena_jax.compiler.problem import Problem
 from arena_jax.compiler.search import check_pins, grids_of_targets, plan_problem
 from arena_jax.compiler.trace import trace_loss
 from arena_jax.errors import ArenaError
-from arena_jax.grid import CATALOGUE, Allocation, Catalogue, GridShape, IndexRow, JobKey, PlanIndex, PlanStore
+from arena_jax.grid import (
+    CATALOGUE,
+    Allocation,
+    Catalogue,
+    GridShape,
+    IndexRow,
+    JobKey,
+    PlanIndex,
+    PlanStore,
+    SearchInterrupted,
+)
 
 
 class StoredSearch:
@@ -58,7 +68,10 @@ class StoredSearch:
         constraints: Constraints | None = None,
         num_microbatches: int | None = None,
     ) -> PlanIndex:
-        """As :func:`~arena_jax.compiler.search.plan_problem`; ``num_programs_solved`` counts what was searched now."""
+        """As :func:`~arena_jax.compiler.search.plan_problem`; ``num_programs_solved`` counts what was searched now.
+
+        An interrupted search keeps what it finished, and raises ``SearchInterrupted``.
+        """
         started = time.perf_counter()
         constraints = constraints or Constraints()
         check_pins(self.problem, constraints, num_microbatches)
@@ -71,26 +84,37 @@ class StoredSearch:
                 key = self._key(group, constraints, num_microbatches)
                 known |= {row.grid: row for row in self._store.index(key) if row.grid in group}
         missing = [grid for grid in grids if grid not in known]
-        num_solved = 0
+        found: PlanIndex | None = None
+        interrupted = False
         if missing:
-            found = plan_problem(
-                self.problem,
-                grids if together else missing,
-                constraints=constraints,
-                num_microbatches=num_microbatches,
-                catalogue=self._catalogue,
-                analysis=self.analysis,
-            )
-            num_solved = found.num_programs_solved
+            try:
+                found = plan_problem(
+                    self.problem,
+                    grids if together else missing,
+                    constraints=constraints,
+                    num_microbatches=num_microbatches,
+                    catalogue=self._catalogue,
+                    analysis=self.analysis,
+                )
+            except SearchInterrupted as stopped:
+                found, interrupted = stopped.index, True
             known |= {row.grid: row for row in found}
-            for group in [grids] if together else _by_type(missing):
+            if not together:
+                groups = _by_type([row.grid for row in found])
+            else:  # rows that share a number of microbatches mean nothing without the others
+                groups = [] if interrupted else [grids]
+            for group in groups:
                 self._keep(self._key(group, constraints, num_microbatches), [known[grid] for grid in group])
-        return PlanIndex(
-            [known[grid] for grid in grids],
+        index = PlanIndex(
+            [known[grid] for grid in grids if grid in known],
             key=self._key(grids, constraints, num_microbatches),
             search_s=time.perf_counter() - started,
-            num_programs_solved=num_solved,
+            num_programs_solved=0 if found is None else found.num_programs_solved,
+            lower_bounds_s=None if found is None else found.lower_bounds_s,
         )
+        if interrupted:
+            raise SearchInterrupted(index)
+        return index
 
     def _keep(self, key: JobKey, rows: Sequence[IndexRow]) -> None:
         """Store rows; a store that cannot be written costs the next call time, and this one nothing."""

@@ -9,6 +9,7 @@ from arena_jax.grid.index import IndexRow as IndexRow
 from arena_jax.grid.index import JobKey as JobKey
 from arena_jax.grid.index import PlanIndex as PlanIndex
 from arena_jax.grid.index import PlanStore as PlanStore
+from arena_jax.grid.index import SearchInterrupted as SearchInterrupted
 from arena_jax.grid.index import StageEstimate as StageEstimate
 from arena_jax.grid.messages import Pause as Pause
 from arena_jax.grid.messages import Request as Request

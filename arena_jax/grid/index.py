@@ -26,11 +26,33 @@ FIT_PREFIX = "fit:"
 
 @dataclass(frozen=True, kw_only=True)
 class StageEstimate:
-    """Predicted seconds and bytes of one stage, for one microbatch where a time is meant."""
+    """Predicted seconds and bytes of one stage, for one microbatch where a time is meant.
+
+    Attributes:
+        compute_s, communication_s: a whole forward and backward pass.
+        memory_bytes: peak bytes of a device.
+        forward_s: how much of the two times is the first forward pass.
+        transfer_s: bringing one microbatch in from the stage before, one way.
+        update_s: reducing gradients and updating parameters, once a step.
+        communication: the seconds of ``communication_s`` by cause: collectives of the ``forward`` pass, of
+            the ``backward`` pass with what it recomputes, and gathers of sharded ``parameters``.
+        memory: the bytes of ``memory_bytes`` by what they hold: ``parameters``, ``gradients``,
+            ``optimizer``, ``activations``.
+    """
 
     compute_s: float
     communication_s: float
     memory_bytes: int
+    forward_s: float = 0.0
+    transfer_s: float = 0.0
+    update_s: float = 0.0
+    communication: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def time_s(self) -> float:
+        """Forward and backward pass of one microbatch."""
+        return self.compute_s + self.communication_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +127,13 @@ class JobKey:
 
 
 class PlanIndex:
-    """The rows of one job. What a scheduler reads, and what ``arena_jax.plan`` returns."""
+    """The rows of one job. What a scheduler reads, and what ``arena_jax.plan`` returns.
+
+    Attributes:
+        search_s, num_programs_solved: what the search cost.
+        lower_bounds_s: of an interrupted search, for every grid it did not finish, seconds a step that
+            no plan there can beat.
+    """
 
     def __init__(
         self,
@@ -114,11 +142,13 @@ class PlanIndex:
         key: JobKey | None = None,
         search_s: float = 0.0,
         num_programs_solved: int = 0,
+        lower_bounds_s: Mapping[GridShape, float] | None = None,
     ) -> None:
         self._rows = {(row.grid, row.num_microbatches): row for row in rows}
         self.key = key
         self.search_s = search_s
         self.num_programs_solved = num_programs_solved
+        self.lower_bounds_s = dict(lower_bounds_s or {})
 
     def __iter__(self) -> Iterator[IndexRow]:
         return iter(self._rows.values())
@@ -162,6 +192,14 @@ class PlanIndex:
         if self.key is None:
             raise ArenaError("this index has no job key and cannot be stored")
         PlanStore(path).put(self.key, self.rows)
+
+
+class SearchInterrupted(KeyboardInterrupt):
+    """A search was interrupted; ``index`` holds what it had found, and bounds on what it had not."""
+
+    def __init__(self, index: PlanIndex) -> None:
+        super().__init__("the search was interrupted")
+        self.index = index
 
 
 class PlanStore:

@@ -1,0 +1,72 @@
+"""Where the time and memory of one stage go, for a person to read.
+
+Everything here is a difference of what :class:`~arena_jax.compiler.stage_cost.MeshCost` says under
+neighbouring options, so that the parts add up to the numbers that the search ranked plans by.
+"""
+
+import itertools
+from dataclasses import replace
+
+from arena_jax.compiler.stage_cost import MeshCost, Option
+from arena_jax.grid import StageEstimate
+
+
+def stage_facts(
+    mesh: MeshCost, layers: tuple[int, int], num_microbatches: int, in_flight: int, option: Option, *, transfer_s: float
+) -> StageEstimate:
+    """Break the cost of a stage down.
+
+    Args:
+        layers: first and last layer.
+        in_flight: microbatches whose activations the stage holds at once.
+        transfer_s: seconds to bring one microbatch in from the stage before.
+    """
+
+    def parts(chosen: Option) -> tuple[float, float, float]:
+        compute, communication, once = mesh.step_parts(num_microbatches, chosen)
+        return float(compute[layers]), float(communication[layers]), float(once[layers])
+
+    compute_s, communication_s, update_s = parts(option)
+    # Rematerialisation runs the forward pass once more, and changes nothing else.
+    plain = parts(replace(option, remat=False))
+    again = parts(replace(option, remat=True))
+    forward = again[0] - plain[0], again[1] - plain[1]
+    gathers_s = plain[1] - parts(Option(zero=0, remat=False))[1] if option.zero == 3 else 0.0
+    return StageEstimate(
+        compute_s=compute_s,
+        communication_s=communication_s,
+        memory_bytes=int(mesh.memory(num_microbatches, in_flight, option)[layers]),
+        forward_s=forward[0] + forward[1] + gathers_s / 2,
+        transfer_s=transfer_s,
+        update_s=update_s,
+        communication={
+            "forward": forward[1],
+            "backward": max(0.0, communication_s - forward[1] - gathers_s),
+            "parameters": gathers_s,
+        },
+        memory=_memory(mesh, layers, num_microbatches, in_flight, option),
+    )
+
+
+def _memory(
+    mesh: MeshCost, layers: tuple[int, int], num_microbatches: int, in_flight: int, option: Option
+) -> dict[str, int]:
+    """Bytes by what they hold; the activations are what the rest leaves of the sum."""
+
+    def static(zero: int) -> float:
+        return float(mesh.memory(num_microbatches, 0, Option(zero=zero, remat=False))[layers])
+
+    first, last = layers
+    frozen = float(mesh.work.frozen_bytes[first : last + 1].sum())
+    # Without ZeRO a device holds a parameter, its optimizer state, its gradient sum, and the gradient
+    # of one microbatch beside that; each level of ZeRO takes its part of the next.
+    level = [static(zero) for zero in range(option.zero + 1)]
+    saved = [a - b for a, b in itertools.pairwise(level)] + [0.0, 0.0, 0.0]
+    held = (level[0] - frozen) / (2 + mesh.optimizer_ratio + mesh.accumulator_ratio)
+    parts = {
+        "parameters": int(held + frozen - saved[2]),
+        "gradients": int(held * (1 + mesh.accumulator_ratio) - saved[1]),
+        "optimizer": int(held * mesh.optimizer_ratio - saved[0]),
+    }
+    whole = int(mesh.memory(num_microbatches, in_flight, option)[layers])
+    return parts | {"activations": whole - sum(parts.values())}

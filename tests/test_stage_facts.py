@@ -1,0 +1,73 @@
+"""The parts of an estimate: they add up, and change as each option says."""
+
+import itertools
+
+import optax
+import pytest
+
+from arena_jax.compiler import Constraints, Problem, make_problem, plan_problem
+from arena_jax.compiler.analysis import Analysis, analyse
+from arena_jax.grid import Estimate, GridShape
+from tests.doubles import Toy, ToyLoader, toy_loss
+
+WIDTH = 64
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    return make_problem(lambda rngs: Toy(rngs, hidden=WIDTH), optax.adam(1e-2), toy_loss, next(ToyLoader()))
+
+
+@pytest.fixture(scope="module")
+def analysis(problem: Problem) -> Analysis:
+    return analyse(problem)
+
+
+def estimate(analysis: Analysis, *, grid: str = "a100:2", zero: int = 0, remat: str = "off", m: int = 2) -> Estimate:
+    pins = Constraints(zero=zero, remat=remat, tp=1)
+    index = plan_problem(
+        analysis.problem, [GridShape.parse(grid)], constraints=pins, num_microbatches=m, analysis=analysis
+    )
+    (row,) = index
+    assert row.estimate is not None, row.reason
+    return row.estimate
+
+
+@pytest.mark.parametrize(("zero", "remat"), [*itertools.product(range(4), ("on", "off"))])
+def test_parts_add_up(analysis: Analysis, zero: int, remat: str) -> None:
+    whole = estimate(analysis, zero=zero, remat=remat)
+    assert sum(whole.breakdown.values()) == pytest.approx(whole.step_time_s)
+    for stage in whole.stages:
+        assert sum(stage.memory.values()) == stage.memory_bytes
+        assert sum(stage.communication.values()) == pytest.approx(stage.communication_s)
+        assert 0 < stage.forward_s < stage.time_s
+        assert min([*stage.memory.values(), *stage.communication.values()]) >= 0
+
+
+def test_what_a_device_holds_by_hand(problem: Problem, analysis: Analysis) -> None:
+    """Adam in float32: two moments and a step counter; the gradient sum and one microbatch's gradient."""
+    held = sum(leaf.num_bytes for leaf in problem.of_kind("params"))
+    halved: dict[int, set[str]] = {0: set(), 1: {"optimizer"}, 2: {"optimizer", "gradients"}}
+    halved[3] = {"optimizer", "gradients", "parameters"}
+    for zero, names in halved.items():
+        (stage,) = estimate(analysis, zero=zero).stages
+        for name, whole in {"parameters": held, "gradients": 2 * held, "optimizer": 2 * held}.items():
+            assert stage.memory[name] == pytest.approx(whole / (2 if name in names else 1), rel=2e-3, abs=8)
+
+
+def test_recomputing_costs_one_more_forward_pass(analysis: Analysis) -> None:
+    (off,), (on,) = (estimate(analysis, remat=remat).stages for remat in ("off", "on"))
+    assert on.forward_s == pytest.approx(off.forward_s)
+    assert on.time_s == pytest.approx(off.time_s + off.forward_s)
+
+
+def test_only_zero_3_gathers_parameters(analysis: Analysis) -> None:
+    for zero in range(4):
+        (stage,) = estimate(analysis, zero=zero).stages
+        assert (stage.communication["parameters"] > 0) == (zero == 3)
+
+
+def test_only_later_stages_receive(analysis: Analysis) -> None:
+    first, *rest = estimate(analysis, grid="a100:2/s2", m=4).stages
+    assert first.transfer_s == 0
+    assert all(stage.transfer_s > 0 for stage in rest)
