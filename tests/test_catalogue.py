@@ -44,7 +44,7 @@ def test_dtypes_without_a_rate_of_their_own() -> None:
     assert v100.peak("bfloat16") == v100.peak("float32") < v100.peak("float16")
     tpu = CATALOGUE["tpu-v5e"]
     assert tpu.peak("float64") == tpu.peak("float32") / 2
-    assert tpu.peak("int8") == tpu.peak("float32")
+    assert tpu.peak("int16") == tpu.peak("float32")
 
 
 def test_a_cluster_file_overrides_a_row() -> None:
@@ -85,7 +85,72 @@ def test_a_cluster_file_adds_rows() -> None:
         CATALOGUE["mine"]
 
 
-_OPTIONAL = ("price_per_hour", "threads")
+_OPTIONAL = (
+    *("price_per_hour", "threads", "num_cores", "fp32_lanes_per_core", "cache_bytes", "power_w", "process_nm"),
+)
+
+
+def test_every_number_has_a_source() -> None:
+    for row in CATALOGUE.types.values():
+        for f in fields(DeviceType):
+            if f.name not in ("name", "source", "sources", "platform", "threads"):
+                assert len(row.source_of(f.name)) > 8, (row.name, f.name)
+        assert set(row.sources) <= {f.name for f in fields(DeviceType)}
+
+
+def test_gpu_rows_hold_what_the_cost_model_reads() -> None:
+    for row in CATALOGUE.types.values():
+        if row.platform == "cuda":
+            facts = (row.num_cores, row.fp32_lanes_per_core, row.cache_bytes, row.power_w, row.process_nm)
+            assert None not in facts, row.name
+            # Lanes x cores x 2 FLOPs x a clock between 1 and 2.6 GHz is the plain float32 rate.
+            clock = row.peak("float32") / (2 * row.num_cores * row.fp32_lanes_per_core)
+            assert 1e9 < clock < 2.6e9, (row.name, clock)
+
+
+def test_a_cluster_file_describes_its_networks() -> None:
+    tables = tomllib.loads(
+        """
+        [networks.fabric]
+        types = ["a100", "v100-32"]
+        link = "infiniband"
+        bandwidth = 100e9
+        [networks.board]
+        types = ["a100-40"]
+        scope = "intra"
+        link = "pcie"
+        bandwidth = 25e9
+        latency_s = 2e-5
+        """
+    )["networks"]
+    catalogue = CATALOGUE.with_networks(tables)
+    a100 = catalogue["a100"]
+    assert (a100.inter_node_link, a100.inter_node_bandwidth) == ("infiniband", 100e9)
+    assert (a100.intra_node_link, a100.intra_node_bandwidth, a100.intra_node_latency_s) == ("pcie", 25e9, 2e-5)
+    assert a100.source_of("inter_node_bandwidth") == "networks.fabric of the cluster file"
+    assert catalogue["v100"].inter_node_bandwidth == 100e9
+    assert catalogue["a100-80"] == CATALOGUE["a100-80"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[networks.a]\ntypes = ['a100']\nspeed = 1", "unknown key 'speed'"),
+        ("[networks.a]\ntypes = ['a100']\nlink = 'infinband'", "did you mean 'infiniband'"),
+        ("[networks.a]\nlink = 'ethernet'", "names no types"),
+        ("[networks.a]\ntypes = ['a100']", "nothing about them"),
+        ("[networks.a]\ntypes = ['a100']\nscope = 'rack'\nlink = 'ethernet'", "scope is 'rack'"),
+        ("[networks.a]\ntypes = ['a100']\nbandwidth = -1", "inter_node_bandwidth must be a number above 0"),
+        (
+            "[networks.a]\ntypes = ['a100']\nbandwidth = 1\n[networks.b]\ntypes = ['a100-40']\nbandwidth = 2",
+            "a100-40 is on networks.a already",
+        ),
+    ],
+)
+def test_faults_of_networks_are_named(text: str, says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        CATALOGUE.with_networks(tomllib.loads(text)["networks"])
+    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +159,9 @@ _OPTIONAL = ("price_per_hour", "threads")
         ("[types.a100]\nmemory_byte = 5", "types.a100: unknown key 'memory_byte' (did you mean 'memory_bytes'?)"),
         ("[types.a100]\nname = 'x'", "unknown key 'name'"),
         ("[types.new]\nmemory_bytes = 5", "missing peak_flops, memory_bandwidth, devices_per_node"),
+        ("[types.a100]\nmemory_bytes = -5", "memory_bytes must be a number above 0, got -5"),
+        ("[types.a100]\nmemory_kind = 'hbm3'", "memory_kind is 'hbm3' (did you mean 'hbm'?)"),
+        ("[types.a100]\npeak_flops = { float16 = 1e12 }", "peak_flops lacks float32"),
         ("[types.new]\nlike = 'a1000'", "unknown device type 'a1000' (did you mean 'a100"),
     ],
 )

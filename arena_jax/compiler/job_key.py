@@ -59,7 +59,7 @@ def job_key(
 def _facts(hardware: Hardware) -> dict[str, Any]:
     """What a plan can depend on of a device type, its usable memory included."""
     facts = asdict(hardware.device) | {"usable_bytes": hardware.usable_bytes}
-    return {k: v for k, v in facts.items() if k not in ("name", "price_per_hour", "source")}
+    return {k: v for k, v in facts.items() if k not in ("name", "price_per_hour", "source", "sources")}
 
 
 @cache
@@ -67,6 +67,6 @@ def _source_digest() -> str:
     """Hash of the source that answers, so that no change of search or cost model serves an old answer."""
     folders = Path(__file__).parent, Path(grid_package.__file__).parent
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(path for folder in folders for path in folder.glob("*.py")):
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -1,7 +1,8 @@
 """The hardware catalogue: one row per device type.
 
 A row holds datasheet facts only. What a device reaches in practice is the cost model's business.
-``[types.NAME]`` tables of a cluster file add rows or override fields (:meth:`Catalogue.extended`).
+``[types.NAME]`` tables of a cluster file add rows or override fields (:meth:`Catalogue.extended`), its
+``[networks.NAME]`` tables say what joins devices and nodes (:meth:`Catalogue.with_networks`).
 """
 
 import tomllib
@@ -20,6 +21,26 @@ ALIASES: Mapping[str, str] = {
 }
 
 
+INTRA_NODE_LINKS = ("nvlink-switch", "nvlink-mesh", "pcie", "ici", "memory")
+INTER_NODE_LINKS = ("infiniband", "ethernet", "ici")
+_CHOICES = {
+    "intra_node_link": INTRA_NODE_LINKS,
+    "inter_node_link": INTER_NODE_LINKS,
+    "memory_kind": ("hbm", "gddr", "ddr"),
+    "platform": ("cpu", "cuda", "tpu"),
+}
+_NETWORK_KEYS = ("types", "scope", "link", "bandwidth", "latency_s")
+_POSITIVE = (
+    *("memory_bytes", "memory_bandwidth", "devices_per_node", "intra_node_bandwidth", "inter_node_bandwidth"),
+    *("intra_node_latency_s", "inter_node_latency_s", "price_per_hour", "threads", "num_cores"),
+    *("fp32_lanes_per_core", "cache_bytes", "power_w", "process_nm", "year"),
+)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceType:
     """One device type of a cluster.
@@ -33,12 +54,23 @@ class DeviceType:
         devices_per_node: devices in the usual node.
         intra_node_bandwidth: bytes/s one device sends to its peers inside a node, one direction.
         inter_node_bandwidth: bytes/s one node sends to another, one direction.
-        intra_node_latency_s: seconds to start one transfer inside a node.
-        inter_node_latency_s: seconds to start one transfer between nodes.
+        intra_node_latency_s: seconds that one step of a collective inside a node takes to start.
+        inter_node_latency_s: seconds that one step of a collective between nodes takes to start.
+        intra_node_link: what joins the devices of a node, one of :data:`INTRA_NODE_LINKS`. Behind a
+            switch every pair has the whole bandwidth; in a mesh it is spread over the other devices.
+        inter_node_link: what joins nodes, one of :data:`INTER_NODE_LINKS`.
+        memory_kind: ``hbm``, ``gddr`` or ``ddr``.
+        num_cores: multiprocessors of a GPU; ``None`` where unknown.
+        fp32_lanes_per_core: float32 lanes of a multiprocessor; ``None`` where unknown.
+        cache_bytes: last-level cache; ``None`` where unknown.
+        power_w: power limit in watts; ``None`` where unknown.
+        process_nm: the maker's name of the process, in nanometres; ``None`` where unknown.
+        year: year of release.
         price_per_hour: US dollars per device-hour on demand where public, else ``None``.
         platform: the jax platform that drives it (``cpu``, ``cuda``, ``tpu``).
         threads: CPU types only: threads per device, ``None`` to share the node's cores.
         source: where the numbers come from.
+        sources: fields whose number has another source than ``source``, and which.
     """
 
     name: str
@@ -48,12 +80,43 @@ class DeviceType:
     devices_per_node: int
     intra_node_bandwidth: float
     inter_node_bandwidth: float
-    intra_node_latency_s: float = 5e-6
-    inter_node_latency_s: float = 2e-5
+    intra_node_latency_s: float = 1.2e-5
+    inter_node_latency_s: float = 6e-5
+    intra_node_link: str = "pcie"
+    inter_node_link: str = "ethernet"
+    memory_kind: str = "hbm"
+    num_cores: int | None = None
+    fp32_lanes_per_core: int | None = None
+    cache_bytes: int | None = None
+    power_w: float | None = None
+    process_nm: float | None = None
+    year: int = 2020
     price_per_hour: float | None = None
     platform: str = "cuda"
     threads: int | None = None
     source: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise UsageError(
+                    f"types.{self.name}: {name} is {value!r}{nearest(str(value), allowed)}",
+                    hint=f"one of {', '.join(allowed)}",
+                )
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and value > 0):
+                raise UsageError(f"types.{self.name}: {name} must be a number above 0, got {value!r}")
+        if not self.peak_flops or not all(_is_number(v) and v > 0 for v in self.peak_flops.values()):
+            raise UsageError(f"types.{self.name}: peak_flops must hold numbers above 0, got {dict(self.peak_flops)!r}")
+        if "float32" not in self.peak_flops:
+            raise UsageError(f"types.{self.name}: peak_flops lacks float32, which other types are derived from")
+
+    def source_of(self, name: str) -> str:
+        """Where the number of a field comes from."""
+        return self.sources.get(name, self.source)
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s for a numpy dtype name; unlisted narrow types count as float32."""
@@ -113,6 +176,36 @@ class Catalogue:
             values.setdefault("intra_node_bandwidth", 12e9)
             values.setdefault("inter_node_bandwidth", 1.25e9)
             types[name] = DeviceType(name=name, **values)
+        return Catalogue(types)
+
+    def with_networks(self, tables: Mapping[str, Mapping[str, Any]]) -> "Catalogue":
+        """Lay ``[networks.NAME]`` tables of a cluster file over the types they join.
+
+        A table gives ``types``, ``scope`` (``"inter"``, the default, or ``"intra"``) and at least one
+        of ``link``, ``bandwidth`` (bytes/s of a node between nodes, of a device inside one) and
+        ``latency_s``.
+        """
+        types = dict(self.types)
+        owner: dict[tuple[str, str], str] = {}
+        for network, table in tables.items():
+            for key in table:
+                if key not in _NETWORK_KEYS:
+                    raise UsageError(f"networks.{network}: unknown key {key!r}{nearest(key, _NETWORK_KEYS)}")
+            scope = table.get("scope", "inter")
+            if scope not in ("inter", "intra"):
+                raise UsageError(f"networks.{network}: scope is {scope!r}", hint='"inter" or "intra" (of nodes)')
+            facts = {f"{scope}_node_{key}": table[key] for key in ("link", "bandwidth", "latency_s") if key in table}
+            joined = table.get("types")
+            if not facts or not isinstance(joined, list) or not joined:
+                raise UsageError(
+                    f"networks.{network}: names no types, or nothing about them",
+                    hint='types = ["a100"] and one of link, bandwidth, latency_s',
+                )
+            for name in map(Catalogue(types).canonical, joined):
+                if owner.setdefault((name, scope), network) != network:
+                    raise UsageError(f"networks.{network}: {name} is on networks.{owner[name, scope]} already")
+                said = dict.fromkeys(facts, f"networks.{network} of the cluster file")
+                types[name] = replace(types[name], **facts, sources={**types[name].sources, **said})
         return Catalogue(types)
 
 

@@ -89,11 +89,11 @@ class Cluster:
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any], *, source: str = "cluster") -> "Cluster":
-        """Build from parsed TOML: ``[[nodes]]`` and optional ``[types.NAME]`` tables."""
+        """Build from parsed TOML: ``[[nodes]]``, optional ``[types.NAME]`` and ``[networks.NAME]`` tables."""
         for key in tables:
-            if key not in ("nodes", "types"):
-                raise UsageError(f"{source}: unknown table {key!r}{nearest(key, ('nodes', 'types'))}")
-        catalogue = CATALOGUE.extended(tables.get("types", {}))
+            if key not in ("nodes", "types", "networks"):
+                raise UsageError(f"{source}: unknown table {key!r}{nearest(key, ('nodes', 'types', 'networks'))}")
+        catalogue = CATALOGUE.extended(tables.get("types", {})).with_networks(tables.get("networks", {}))
         merged: dict[tuple[str, int], int] = {}
         for i, table in enumerate(tables.get("nodes", ())):
             for key in table:
