@@ -35,7 +35,7 @@ class FitResult:
     """What :func:`fit` gives back.
 
     Attributes:
-        model: a new module with the trained values; the one passed in is as it was.
+        model: a new module (or tree) with the trained values; the one passed in is as it was.
         optimizer_state: as the optax transformation made it.
         step: completed steps, those before a resume included.
         history: one record per step of this call: ``step``, ``loss``, ``metrics``, ``step_time_s``.
@@ -85,7 +85,8 @@ def fit(
     donated or changed. SIGINT and SIGTERM finish the step, save, and return.
 
     Args:
-        model: an ``nnx.Module``, or a factory ``rngs -> nnx.Module``, which is only ever made sharded.
+        model: an ``nnx.Module``, or a tree of arrays, which ``loss_fn`` then gets in place of a module; or a
+            factory ``rngs -> module or tree``, whose arrays are only ever made sharded.
         optimizer: any optax transformation.
         loss_fn: ``(model, batch) -> loss`` or ``Weighted``, or ``(that, dict of metrics)``.
         data: global batches (pytrees whose arrays share their leading dim). A list of batches repeats;

@@ -121,6 +121,13 @@ def localised(eqn: Any, arrays: Sequence[np.ndarray], outs: Sequence[tuple[int, 
             for size, n, local in zip(params["slice_sizes"], whole, arrays[0].shape, strict=True)
         ]
         params["slice_sizes"] = tuple(sizes)
+    elif name == "conv_general_dilated":
+        numbers = params["dimension_numbers"]
+        lhs, rhs = arrays[0].shape, arrays[1].shape
+        params["feature_group_count"] = lhs[numbers.lhs_spec[1]] // rhs[numbers.rhs_spec[1]]
+        params["batch_group_count"] = lhs[numbers.lhs_spec[0]] // outs[0][numbers.out_spec[0]]
+    elif name == "tile":
+        params["reps"] = tuple(n // m for n, m in zip(outs[0], arrays[0].shape, strict=True))
     return eqn.replace(params=params)
 
 
@@ -133,6 +140,26 @@ def looked_up_in_a_part(eqn: Any, arrays: list[np.ndarray], factor: int, rule: R
     shifted[..., column] -= start
     params = {**eqn.params, "mode": lax.GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
     return eqn.replace(params=params), [arrays[0], shifted]
+
+
+NEUTRAL = {"sum": 0.0, "prod": 1.0, "min": np.inf, "max": -np.inf}
+
+
+def scattered_into_a_part(
+    eqn: Any, arrays: list[np.ndarray], factor: int, rule: Rule, start: int
+) -> tuple[Any, list[np.ndarray]]:
+    """The equation and operands of a scatter on one device: updates that fall elsewhere are dropped, and
+    only the first of partial results starts from the operand."""
+    operand, indices, updates = arrays
+    numbers = eqn.params["dimension_numbers"]
+    if factor in rule.reduced:
+        return eqn, [operand if start == 0 else np.full_like(operand, NEUTRAL[rule.reduced[factor]]), indices, updates]
+    (dim,) = [i for i, d in enumerate(rule.operands[0]) if factor in d]
+    if dim not in numbers.inserted_window_dims:
+        return eqn, arrays
+    shifted = indices.copy()
+    shifted[..., numbers.scatter_dims_to_operand_dims.index(dim)] -= start
+    return eqn.replace(params={**eqn.params, "mode": lax.GatherScatterMode.FILL_OR_DROP}), [operand, shifted, updates]
 
 
 def check_equation(eqn: Any, arrays: list[np.ndarray], outs: list[np.ndarray]) -> set[int]:
@@ -158,6 +185,8 @@ def check_equation(eqn: Any, arrays: list[np.ndarray], outs: list[np.ndarray]) -
             piece = localised(eqn, local, [w.shape for w in wanted[-1]])
             if eqn.primitive.name == "gather" and factor in rule.reduced:
                 piece, local = looked_up_in_a_part(piece, local, factor, rule, start)
+            elif eqn.primitive.name.startswith("scatter"):
+                piece, local = scattered_into_a_part(piece, local, factor, rule, start)
             pairs.append((piece, local))
     made = evaluate(pairs)
     for k, factor in enumerate(free):
@@ -282,6 +311,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "sort": (lambda x: jnp.sort(x, 1), (normal(4, 5),)),
     "argsort": (lambda x: jnp.argsort(x, 0), (normal(4, 5),)),
     "top two": (lambda x: lax.top_k(x, 2), (normal(3, 6),)),
+    "top two of the first": (lambda x: lax.top_k(x, 2, axis=0), (normal(6, 3),)),
+    "roughly the top two": (lambda x: lax.approx_max_k(x, 2, reduction_dimension=0), (normal(6, 3),)),
+    "sort by keys": (lambda x, y: lax.sort((x, y), dimension=0, num_keys=1), (normal(5, 4), normal(5, 4) + 1)),
+    "argmin": (lambda x: jnp.argmin(x, 0), (normal(4, 3),)),
+    "fold": (lambda x: lax.reduce(x, np.float32(0), lambda a, b: a + b + a * b, (1,)), (normal(3, 4),)),
     "max pool": (
         lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME"),
         (normal(2, 4, 4, 3),),
@@ -301,6 +335,93 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "pool of another kind": (
         lambda x: lax.reduce_window(x, np.float32(1), lax.mul, (1, 2), (1, 2), "VALID"),
         (normal(3, 4),),
+    ),
+    "derivative of a pool": (
+        lambda x: jax.jvp(lambda y: lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 1), (1, 2, 1), "VALID"), (x,), (x,)),
+        (normal(2, 4, 3),),
+    ),
+    "gradient of a pool": (
+        jax.grad(lambda x: (lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 1), (1, 2, 1), "VALID") ** 2).sum()),
+        (normal(2, 4, 3),),
+    ),
+    "tokens added to experts": (
+        lambda x, y, e: x.at[e].add(y),
+        (normal(4, 5), normal(3, 5), integers(4, 3)),
+    ),
+    "tokens put into experts": (
+        lambda x, y, e: x.at[e].set(y),
+        (normal(4, 5), normal(3, 5), np.array([2, 0, 3])),
+    ),
+    "largest per segment": (
+        lambda x, y, e: x.at[e].max(y),
+        (normal(4, 5), normal(3, 5), integers(4, 3)),
+    ),
+    "products per segment": (
+        lambda x, y, e: x.at[e].multiply(y, unique_indices=True),
+        (normal(4, 5), normal(3, 5), np.array([2, 0, 3])),
+    ),
+    "scatter within samples": (
+        jax.vmap(lambda x, y, e: x.at[e].add(y)),
+        (normal(2, 4, 5), normal(2, 3, 5), integers(4, 2, 3)),
+    ),
+    "windows added": (
+        lambda x, y, i: lax.dynamic_update_slice(x, y, (i, 0)) + x.at[i, 0].add(1.0),
+        (normal(6, 4), normal(2, 4), np.int32(1)),
+    ),
+    "embedding gradient": (
+        lambda table, ids: jax.grad(lambda t: (t[ids] ** 2).sum())(table),
+        (normal(8, 5), integers(8, 2, 3)),
+    ),
+    "sorted segments": (
+        lambda x, e: jax.ops.segment_sum(x, e, num_segments=4),
+        (normal(6, 5), np.sort(integers(4, 6))),
+    ),
+    "experts by rows": (
+        lambda x, w, n: lax.ragged_dot(x, w, n),
+        (normal(6, 4), normal(3, 4, 5), np.array([2, 3, 1], np.int32)),
+    ),
+    "gradient of experts": (
+        lambda x, w, n: jax.grad(lambda x, w: (lax.ragged_dot(x, w, n) ** 2).sum(), (0, 1))(x, w),
+        (normal(6, 4), normal(3, 4, 5), np.array([2, 3, 1], np.int32)),
+    ),
+    "depthwise convolution": (
+        lambda x, w: conv(x, w, feature_group_count=4),
+        (normal(2, 5, 5, 4), normal(3, 3, 1, 4)),
+    ),
+    "depthwise convolution with a multiplier": (
+        lambda x, w: conv(x, w, feature_group_count=2),
+        (normal(2, 5, 5, 2), normal(3, 3, 1, 6)),
+    ),
+    "gradient of a depthwise convolution": (
+        jax.grad(lambda w, x: (conv(x, w, feature_group_count=4) ** 2).sum()),
+        (normal(3, 3, 1, 4), normal(2, 5, 5, 4)),
+    ),
+    "convolution of one element": (conv, (normal(2, 5, 5, 4), normal(1, 1, 4, 6))),
+    "transposed convolution": (
+        lambda x, w: lax.conv_transpose(x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")),
+        (normal(2, 3, 3, 4), normal(3, 3, 4, 6)),
+    ),
+    "fourier transform": (lambda x: jnp.abs(jnp.fft.rfft(x, axis=-1)), (normal(3, 8),)),
+    "fourier transform of planes": (lambda x: jnp.fft.fft2(x).real, (normal(3, 4, 4),)),
+    "cholesky": (lambda x: jnp.linalg.cholesky(x @ x.mT + jnp.eye(3)[None]), (normal(4, 3, 3),)),
+    "triangular solve": (
+        lambda a, b: lax.linalg.triangular_solve(a + 3 * jnp.eye(3)[None], b, left_side=True, lower=True),
+        (normal(4, 3, 3), normal(4, 3, 2)),
+    ),
+    "eigenvalues": (lambda x: jnp.linalg.eigvalsh(x + x.mT), (normal(4, 3, 3),)),
+    "triangle": (lambda x: jnp.tril(x), (normal(2, 4, 4),)),
+    "complex numbers": (lambda x, y: lax.complex(x, y), (normal(2, 3), normal(2, 3))),
+    "gamma functions": (lambda x: lax.igamma(jnp.abs(x) + 1, jnp.abs(x)), (normal(2, 3),)),
+    "tiled heads": (lambda x: lax.tile(x, (1, 3, 1)), (normal(2, 2, 3),)),
+    "stacked behind": (
+        lambda x, y: lax.stack([x, y], -1) if hasattr(lax, "stack") else x,
+        (normal(2, 3), normal(2, 3)),
+    ),
+    "unstacked": (lambda x: lax.unstack(x, 1) if hasattr(lax, "unstack") else x, (normal(2, 3, 4),)),
+    "one token of each": (lambda x, i: x[jnp.arange(3), :, i], (normal(3, 2, 5), integers(5, 3))),
+    "rows kept as windows": (
+        lambda x, i: jax.vmap(lambda j: lax.dynamic_slice(x, (j, 0), (1, 5)))(i),
+        (normal(6, 5), integers(6, 3)),
     ),
     "positions": (lambda: lax.broadcasted_iota(jnp.int32, (3, 4), 1), ()),
     "barrier": (lambda x, y: lax.optimization_barrier((x, y)), (normal(3, 4), normal(5))),
@@ -380,8 +501,13 @@ def test_sources_take_nothing_and_may_lie_anywhere() -> None:
 
 
 def test_unknown_primitives_have_no_rule() -> None:
-    rules = {eqn.primitive.name: rule_of(eqn) for eqn, _, _ in equations(jnp.linalg.cholesky, np.eye(3))}
-    assert [name for name, rule in rules.items() if rule is None] == ["cholesky"]
+    """A call, and an equation whose parameters are not as expected."""
+    closed = jax.make_jaxpr(lambda x: jax.jit(jnp.sin)(x))(normal(3))
+    assert [rule_of(eqn) for eqn in closed.jaxpr.eqns] == [None]
+    ((eqn, _, _),) = equations(lambda x: lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None), normal(3))
+    assert rule_of(eqn) is not None
+    assert rule_of(eqn.replace(params={"dims": (0,)})) is None
+    assert rule_of(eqn.replace(params={"axes": (7,)})) is None
 
 
 @st.composite

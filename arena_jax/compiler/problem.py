@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
+from flax import linen, nnx
 
 from arena_jax.compiler._compat import is_key
+from arena_jax.compiler.model_tree import ParameterTree, is_array_tree, loss_of_tree
 from arena_jax.errors import ModelError, UsageError
 from arena_jax.grid import Precision
 
@@ -131,7 +132,7 @@ class Problem:
 
 
 def make_problem(
-    model: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
+    model: nnx.Module | PyTree | Callable[[nnx.Rngs], nnx.Module | PyTree],
     optimizer: optax.GradientTransformation,
     loss_fn: LossFn,
     batch: PyTree,
@@ -143,7 +144,8 @@ def make_problem(
     """Describe a training problem without materialising anything new.
 
     Args:
-        model: a module, or a factory ``rngs -> module`` (then parameters are only ever made sharded).
+        model: a module, a tree of arrays (which ``loss_fn`` then gets in place of a module), or a factory
+            ``rngs -> module or tree`` (then parameters are only ever made sharded).
         optimizer: any optax transformation.
         loss_fn: ``(model, batch) -> loss``, or ``Weighted``, or ``(that, metrics)``.
         batch: a global batch, arrays or ``jax.ShapeDtypeStruct``; leaves share their leading dim,
@@ -164,6 +166,8 @@ def make_problem(
             hint="pass the optax transformation itself, e.g. optax.adamw(1e-3), not an nnx.Optimizer",
         )
     make_model, abstract = _abstract_model(model, seed)
+    if isinstance(abstract, ParameterTree):
+        loss_fn = loss_of_tree(loss_fn)
     filters = _filters(trainable)
     graphdef, *states = nnx.split(abstract, *filters)
     leaves: list[Leaf] = []
@@ -203,7 +207,7 @@ def make_problem(
         treedefs=treedefs,
         batch_treedef=batch_treedef,
         make_values=make_values,
-        concrete=isinstance(model, nnx.Module),
+        concrete=isinstance(model, nnx.Module) or is_array_tree(model),
     )
 
 
@@ -225,22 +229,27 @@ def path_name(path: tuple[Any, ...]) -> str:
 def _abstract_model(model: Any, seed: int) -> tuple[Callable[[nnx.Rngs], nnx.Module], nnx.Module]:
     if isinstance(model, nnx.Module):
         return lambda _: model, model
-    if not callable(model):
+    if is_array_tree(model):
+        tree = ParameterTree(model)
+        return lambda _: tree, tree
+    if not callable(model) or isinstance(model, linen.Module):
         raise ModelError(
-            f"the model is a {type(model).__name__}, neither an nnx.Module nor a factory rngs -> nnx.Module",
+            f"the model is a {type(model).__name__}, neither an nnx.Module, a tree of arrays, nor a factory of one",
             hint="wrap a Linen module as lambda rngs: nnx.bridge.ToNNX(module, rngs).lazy_init(example)",
         )
 
-    def make() -> nnx.Module:
-        made = model(nnx.Rngs(seed))
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        made = model(rngs)
+        if is_array_tree(made):
+            return ParameterTree(made)
         if not isinstance(made, nnx.Module):
             raise ModelError(
-                f"the model factory returned {type(made).__name__}, not an nnx.Module",
-                hint="a factory takes nnx.Rngs and returns the module",
+                f"the model factory returned {type(made).__name__}, neither an nnx.Module nor a tree of arrays",
+                hint="a factory takes nnx.Rngs and returns the module or its parameters",
             )
         return made
 
-    return model, nnx.eval_shape(make)
+    return make, nnx.eval_shape(lambda: make(nnx.Rngs(seed)))
 
 
 def _filters(trainable: Any) -> tuple[Any, Any, Any]:

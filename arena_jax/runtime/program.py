@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from arena_jax.compiler.model_tree import ParameterTree
 from arena_jax.compiler.problem import FROZEN, PARAMS, STATE, Problem
 from arena_jax.grid import Plan
 from arena_jax.runtime.engine import Engine, Metrics, finished, flatten_batch
@@ -103,8 +104,8 @@ class Program:
         """Move a state of ``other`` to this program's plan; ``state`` stays valid."""
         return self.load_tree(other.save_tree(state))
 
-    def model(self, state: State) -> nnx.Module:
-        """A new module with the state's values, whole on the devices of the first stage."""
+    def model(self, state: State) -> Any:
+        """A new module (or tree) with the state's values, whole on the devices of the first stage."""
         tree = self.save_tree(state)
         values: dict[str, list[Any]] = {PARAMS: [], FROZEN: [], STATE: []}
         for leaf, name in zip(self.problem.leaves, leaf_names(self.problem), strict=True):
@@ -115,7 +116,8 @@ class Program:
             first = next(e for e in self._layout.entries if e.slot.stage == 0)
             values = jax.device_put(values, NamedSharding(first.sharding.mesh, PartitionSpec()))
         states = [self.problem.treedefs[kind].unflatten(values[kind]) for kind in (PARAMS, FROZEN, STATE)]
-        return nnx.merge(self.problem.graphdef, *states)
+        module = nnx.merge(self.problem.graphdef, *states)
+        return module.arrays if isinstance(module, ParameterTree) else module
 
     def optimizer_state(self, state: State) -> Any:
         """The optimizer state as the pytree that optax made."""

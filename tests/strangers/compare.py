@@ -1,0 +1,177 @@
+"""Train a stranger under a plan and on one device, and say how far the losses are apart."""
+
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from arena_jax.compiler import Constraints, make_problem
+from arena_jax.compiler.trace import trace_loss
+from arena_jax.compiler.model_tree import ParameterTree, is_array_tree, loss_of_tree
+from arena_jax.grid import GridShape, Plan, Precision
+from arena_jax.planner import Planner, choose
+from arena_jax.runtime.layout import leaf_names
+from tests.same_numbers.oracle import Run, perturbation, train
+from tests.strangers.models import STRANGERS, Stranger
+
+NUM_STEPS = 3
+# name -> grid and pins.
+LAYOUTS: dict[str, tuple[str, Constraints]] = {
+    "tp=2": ("cpu:2/s1", Constraints(dp=1, tp=2)),
+    "dp=2": ("cpu:2/s1", Constraints(dp=2, tp=1)),
+    "2 stages": ("cpu:2/s2", Constraints()),
+}
+FLOAT64 = Precision(parameter="float64", compute="float64", accumulation="float64", output="float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A stranger under one layout.
+
+    Attributes:
+        losses, reference: per step, under the plan and on one device.
+        difference: largest relative difference of a loss.
+        parameters: largest relative difference of a parameter after the last step.
+        sharded: parameters that some device holds only a part of, as a share of all elements.
+    """
+
+    plan: Plan
+    losses: tuple[float, ...]
+    reference: tuple[float, ...]
+    difference: float
+    parameters: float
+    worst_parameter: str
+    sharded: float
+
+
+def optimizer() -> optax.GradientTransformation:
+    # A wide epsilon, so that a gradient that is zero but for rounding is not scaled up to a full step.
+    return optax.adamw(3e-3, eps=1e-4)
+
+
+@cache
+def stranger(name: str) -> Stranger:
+    return STRANGERS[name]()
+
+
+@cache
+def problem(name: str) -> Any:
+    s = stranger(name)
+    return make_problem(s.model, optimizer(), s.loss_fn, s.batches(1)[0], precision=FLOAT64)
+
+
+@cache
+def oracle(name: str) -> Run:
+    """One device, without the compiler or the runtime."""
+    s = stranger(name)
+    tree = is_array_tree(jax.eval_shape(lambda: _value(s.model(nnx.Rngs(0)))))
+
+    def module(rngs: nnx.Rngs) -> nnx.Module:
+        made = s.model(rngs)
+        return ParameterTree(made) if is_array_tree(made) else made
+
+    return train(
+        module,
+        optimizer(),
+        loss_of_tree(s.loss_fn) if tree else s.loss_fn,
+        s.batches(NUM_STEPS),
+        num_microbatches=s.num_microbatches,
+        parameter_dtype="float64",
+        compute_dtype="float64",
+        accumulation_dtype="float64",
+    )
+
+
+def _value(made: Any) -> Any:
+    return jnp.zeros(()) if is_array_tree(made) else ()
+
+
+@cache
+def perturbed(name: str) -> dict[str, np.ndarray]:
+    """Initial state with the oracle's noise on every parameter, so that no zero head hides an error."""
+    p = problem(name)
+    values = jax.jit(lambda: p.make_values(nnx.Rngs(p.seed)))()
+    tree: dict[str, np.ndarray] = {"step": np.asarray(0, np.int32)}
+    params = []
+    for leaf, key, value in zip(p.leaves, leaf_names(p), values, strict=True):
+        array = np.asarray(jax.random.key_data(value) if leaf.is_key else value)
+        if leaf.kind == "params":
+            array = array + perturbation(leaf.name, array.shape).astype(array.dtype)
+            params.append(jnp.asarray(array))
+        tree[key] = array
+    state = jax.jit(p.optimizer.init)(p.treedefs["params"].unflatten(params))
+    for key, value in zip(p.optimizer_names, jax.tree.leaves(state), strict=True):
+        tree[f"opt/{key}"] = np.asarray(value)
+    return tree
+
+
+def compare(name: str, layout: str) -> Comparison:
+    """Plan, compile and train a stranger under a layout, and compare with one device.
+
+    Raises:
+        ArenaError: what cannot be planned, in the planner's own words.
+    """
+    s = stranger(name)
+    grid, constraints = LAYOUTS[layout]
+    planner = Planner(problem(name), constraints=constraints, num_microbatches=s.num_microbatches)
+    target = GridShape.parse(grid)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = planner.compile(choose(planner.search(target), target)).program
+    state = program.load_tree(perturbed(name))
+    losses = []
+    for batch in s.batches(NUM_STEPS):
+        state, metrics = program.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    reference = oracle(name)
+    tree = program.save_tree(state)
+    errors = {}
+    for key, value in reference.parameters.items():
+        scale = max(float(np.linalg.norm(value)), 1.0)
+        errors[key] = float(np.linalg.norm(np.asarray(tree[f"params/{key}"]) - value)) / scale
+    worst = max(errors, key=lambda key: errors[key])
+    differences = [abs(a - b) / abs(b) for a, b in zip(losses, reference.losses, strict=True)]
+    return Comparison(
+        plan=program.plan,
+        losses=tuple(losses),
+        reference=tuple(reference.losses),
+        difference=max(differences),
+        parameters=errors[worst],
+        worst_parameter=worst,
+        sharded=_sharded(program.plan, name),
+    )
+
+
+def _sharded(plan: Plan, name: str) -> float:
+    """Share of the parameters that some stage holds in parts."""
+    sizes = {leaf.name: int(np.prod(leaf.shape)) for leaf in problem(name).leaves if leaf.kind == "params"}
+    parts = {
+        key.partition("[")[0]
+        for stage in plan.stages
+        for key, spec in stage.parameters.items()
+        if any(axis is not None for axis in spec)
+    }
+    return sum(size for key, size in sizes.items() if key in parts) / sum(sizes.values())
+
+
+def num_equations(name: str) -> int:
+    """Equations of the traced loss, those inside scans and calls included."""
+    from arena_jax.compiler import _compat
+
+    def count(jaxpr: Any) -> int:
+        total = 0
+        for eqn in jaxpr.eqns:
+            total += 1
+            try:
+                total += count(_compat.inner_jaxpr(eqn)[0])
+            except KeyError:
+                pass
+        return total
+
+    return count(trace_loss(problem(name), 1).jaxpr)
