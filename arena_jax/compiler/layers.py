@@ -23,6 +23,8 @@ _NUM_BUCKETS = 160
 # within this share of the work on either side, at most this factor.
 _NEIGHBOURHOOD = 1 / 8
 _FACTOR = 1.25
+# With fewer layers than this, heavier cuts are better than none.
+_FEW = 4
 
 
 @dataclass(frozen=True, order=True)
@@ -63,11 +65,19 @@ def find_layers(graph: Graph, max_layers: int = MAX_LAYERS) -> Layers:
     """Cut the graph into at most ``max_layers`` layers of about equal FLOPs."""
     candidates, total = _candidates(graph)
     buckets = _thin(candidates, total)
-    for count in range(min(max_layers, len(buckets) + 1), 0, -1):
-        chosen = _choose(buckets, total, count)
+    chosen = _as_many_as_fit(_light(buckets, total), total, max_layers)
+    if len(chosen) + 1 < _FEW:  # a program that thins out towards its end has its light cuts there only
+        more = _as_many_as_fit(buckets, total, max_layers)
+        chosen = more if len(more) > len(chosen) else chosen
+    return _layers(chosen, total)
+
+
+def _as_many_as_fit(cuts: Sequence[_Candidate], total: float, max_layers: int) -> list[_Candidate]:
+    for count in range(min(max_layers, len(cuts) + 1), 1, -1):
+        chosen = _choose(cuts, total, count)
         if chosen is not None:
-            return _layers(chosen, total)
-    return _layers([], total)
+            return chosen
+    return []
 
 
 def _layers(chosen: Sequence[_Candidate], total: float) -> Layers:
@@ -136,7 +146,11 @@ def _thin(candidates: Sequence[_Candidate], total: float) -> list[_Candidate]:
         bucket = int(candidate.work / total * _NUM_BUCKETS)
         if bucket not in best or candidate.live_bytes < best[bucket].live_bytes:
             best[bucket] = candidate
-    kept = [best[b] for b in sorted(best)]
+    return [best[b] for b in sorted(best)]
+
+
+def _light(kept: Sequence[_Candidate], total: float) -> list[_Candidate]:
+    """Cuts that carry little more than the lightest around them."""
     light = []
     for candidate in kept:
         near = [c.live_bytes for c in kept if abs(c.work - candidate.work) <= _NEIGHBOURHOOD * total]

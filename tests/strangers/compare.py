@@ -12,8 +12,8 @@ import optax
 from flax import nnx
 
 from arena_jax.compiler import Constraints, make_problem
-from arena_jax.compiler.trace import trace_loss
 from arena_jax.compiler.model_tree import ParameterTree, is_array_tree, loss_of_tree
+from arena_jax.compiler.trace import trace_loss
 from arena_jax.grid import GridShape, Plan, Precision
 from arena_jax.planner import Planner, choose
 from arena_jax.runtime.layout import leaf_names

@@ -4,6 +4,8 @@ from typing import Any
 
 from arena_jax.compiler.rules.rule import Dim, Factors, Rule, factors_of, rule_for, shape_of, whole
 
+_NONE: tuple[int, ...] = ()
+
 
 @rule_for("dot_general")
 def dot_general(eqn: Any) -> Rule:
@@ -75,7 +77,7 @@ def ragged_dot(eqn: Any) -> Rule:
     numbers = eqn.params.get("ragged_dot_dimension_numbers")
     lhs_shape, rhs_shape = (shape_of(a) for a in eqn.invars[:2])
     if numbers is None:  # an older form: (m, k), (g, k, n), (g) -> (m, n)
-        contract, batch, ragged, groups = ((1,), (1,)), ((), ()), (0,), (0,)
+        contract, batch, ragged, groups = ((1,), (1,)), (_NONE, _NONE), (0,), (0,)
     else:
         contract, batch = numbers.dot_dimension_numbers
         ragged, groups = tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions)
