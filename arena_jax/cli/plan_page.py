@@ -105,13 +105,14 @@ def _scatter(rows: Sequence[Mapping[str, Any]]) -> str:
     feasible = [row for row in rows if row["feasible"]]
     allocations = list(dict.fromkeys(row["grid"].split("/")[0].split(" ")[0] for row in feasible))
     colors = {name: svg.PALETTE[i % len(svg.PALETTE)] for i, name in enumerate(allocations)}
+    unit, scale = _byte_unit(max((row["memory_bytes"] for row in feasible), default=0))
     points, limits = [], {}
     for row in feasible:
         allocation = row["grid"].split("/")[0].split(" ")[0]
         text = row.get("name") or row["grid"].partition("/")[2]
         points.append(
             svg.Point(
-                x=row["memory_bytes"],
+                x=row["memory_bytes"] / scale,
                 y=row["step_time_s"],
                 color=colors[allocation],
                 text=text,
@@ -119,13 +120,13 @@ def _scatter(rows: Sequence[Mapping[str, Any]]) -> str:
                 label=f"{row['grid']}: {seconds(row['step_time_s'])}, {size(row['memory_bytes'])}",
             )
         )
-        limits[f"{allocation} usable"] = (float(row["device_memory_bytes"]), colors[allocation])
+        limits[f"{allocation} usable"] = (row["device_memory_bytes"] / scale, colors[allocation])
     chart = svg.points(
         points,
-        x_label="memory of the fullest device",
+        x_label=f"memory of the fullest device, {unit}",
         y_label="one step",
         limits=limits,
-        x_text=size,
+        x_text=lambda value: f"{value:g}",
         y_text=svg.duration,
     )
     return chart + svg.legend(colors)
@@ -166,13 +167,21 @@ def _time_bars(row: IndexRow) -> str:
 
 def _memory_bars(row: IndexRow) -> str:
     assert row.estimate is not None
+    unit, scale = _byte_unit(row.estimate.memory_bytes)
     bars = {}
     for number, stage in enumerate(row.estimate.stages):
-        parts = {HELD.get(part, part): float(value) for part, value in stage.memory.items()}
+        parts = {HELD.get(part, part): value / scale for part, value in stage.memory.items()}
         known = {part if part in _MEMORY_COLORS else "other": value for part, value in parts.items()}
         bars[f"stage {number}"] = known
-    limit = float(row.estimate.device_memory_bytes), f"usable: {size(row.estimate.device_memory_bytes)}"
-    return svg.bars(bars, _MEMORY_COLORS, x_label="bytes of one device", text=size, limit=limit)
+    usable = row.estimate.device_memory_bytes
+    limit = usable / scale, f"usable: {size(usable)}"
+    text = f"{unit} of one device, {size(usable)} usable"
+    return svg.bars(bars, _MEMORY_COLORS, x_label=text, text=lambda value: f"{value:.3g}", limit=limit)
+
+
+def _byte_unit(most: float) -> tuple[str, int]:
+    """A unit in which so many bytes are a number to read, and its bytes."""
+    return ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20) if most >= 2**20 else ("KiB", 2**10)
 
 
 def _timeline(row: IndexRow) -> str:

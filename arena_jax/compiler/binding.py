@@ -43,8 +43,9 @@ def binding_constraints(
     settled = row.num_microbatches if num_microbatches is None and analysis.coupling else num_microbatches
     found = []
     for name, pins, where, microbatches in _relaxed(constraints, hardware, settled):
-        if name == MICROBATCHES and num_microbatches is None:
-            name = "one number of microbatches for all grids"
+        if name == MICROBATCHES:
+            shared = "one number of microbatches for all grids"
+            name = shared if num_microbatches is None else f"{name}={num_microbatches}"
         choices = microbatch_choices(analysis.problem, microbatches)
         freed = fastest([plan_grid(analysis, row.grid, where, pins, m) for m in choices])
         if freed.estimate is not None and freed.estimate.step_time_s < row.estimate.step_time_s * (1 - _WORTH):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from arena_jax.errors import PlanError
+from arena_jax.grid.export import export
 from arena_jax.grid.shapes import GridShape, Submesh, place, submesh_choices
 
 FORMAT_VERSION = 1
@@ -161,6 +162,19 @@ class Plan:
     def dumps(self) -> str:
         """Return the plan as indented JSON text with a final newline."""
         return json.dumps(self.to_json(), indent=1, sort_keys=True) + "\n"
+
+    def export(self, form: str) -> str:
+        """The plan for a loop of one's own elsewhere, as text.
+
+        Args:
+            form: ``"jax"``: a Python module with the mesh, the partition specs of parameters, gradients,
+                optimizer state and activations, rematerialisation, and a training step for plans of one
+                stage. It imports jax and nothing of this package.
+
+        Raises:
+            UsageError: another form.
+        """
+        return export(self, form)
 
     def with_microbatches(self, num_microbatches: int) -> "Plan":
         return replace(self, num_microbatches=num_microbatches)

@@ -8,11 +8,13 @@ from html import escape
 import numpy as np
 
 WIDTH, HEIGHT = 720, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 28, 12, 40
 _MOST_POINTS = 700
 _BAR_HEIGHT = 20
 # A limit this many times beyond what is drawn would squeeze it.
 _FARTHEST = 3.0
+# Points that lie further apart than this are told apart only on a logarithmic axis.
+_DECADES = 20.0
 
 # Colours that stay apart for colour-blind readers, in light and dark.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7a7a7a", "#b22222", "#4b0082")
@@ -118,7 +120,7 @@ def points(
     x_text: Callable[[float], str],
     y_text: Callable[[float], str],
 ) -> str:
-    """A scatter chart with its origin at zero.
+    """A scatter chart. Its origin is zero; y is logarithmic where the points lie over decades.
 
     Args:
         limits: name -> (x, colour) of vertical lines; those far beyond all points are left out.
@@ -129,9 +131,12 @@ def points(
     high = max(p.x for p in found)
     near = {name: limit for name, limit in limits.items() if limit[0] <= _FARTHEST * high}
     to_x, ticks = _x_axis(0.0, 1.05 * max([high, *(x for x, _ in near.values())]), False)
-    top = 1.05 * max(p.y for p in found)
-    to_y = _y_axis(top)
-    body = [_frame(ticks, to_x, top, to_y, x_label, y_label, False, x_text=x_text, y_text=y_text)]
+    top, least = 1.05 * max(p.y for p in found), min(p.y for p in found)
+    if 0 < least < top / _DECADES:
+        to_y, y_ticks = _log_y_axis(0.8 * least, top)
+    else:
+        to_y, y_ticks = _y_axis(top), _ticks(0.0, top)
+    body = [_frame(ticks, to_x, top, to_y, x_label, y_label, False, x_text=x_text, y_text=y_text, y_ticks=y_ticks)]
     for name, (x, color) in near.items():
         body.append(
             f'<line x1="{to_x(x):.1f}" y1="{_TOP}" x2="{to_x(x):.1f}" y2="{HEIGHT - _BOTTOM}" stroke="{color}" '
@@ -217,8 +222,8 @@ def gantt(bars: Sequence[Bar], num_rows: int, *, x_label: str, y_label: str, row
         )
         if bar.text and right - left > 7 * len(bar.text):
             body.append(
-                f'<text x="{(left + right) / 2:.1f}" y="{top + row_height * 0.6:.1f}" text-anchor="middle">'
-                f"{escape(bar.text)}</text>"
+                f'<text x="{(left + right) / 2:.1f}" y="{top + row_height * 0.6:.1f}" text-anchor="middle" '
+                f'style="fill:#1a1a1a">{escape(bar.text)}</text>'
             )
     return _svg(body, height)
 
@@ -258,6 +263,13 @@ def _y_axis(top: float) -> Callable[[float], float]:
     return lambda y: _TOP + span * (1.0 - y / max(top, 1e-12))
 
 
+def _log_y_axis(low: float, high: float) -> tuple[Callable[[float], float], list[float]]:
+    first, last = math.log10(low), math.log10(high)
+    span = HEIGHT - _TOP - _BOTTOM
+    marks = [m * 10.0**e for e in range(math.floor(first), math.ceil(last)) for m in (1, 3)]
+    return lambda y: _TOP + span * (last - math.log10(y)) / (last - first), [m for m in marks if low <= m <= high]
+
+
 def _frame(
     ticks: Sequence[float],
     to_x: Callable[[float], float],
@@ -270,6 +282,7 @@ def _frame(
     height: int = HEIGHT,
     x_text: Callable[[float], str] | None = None,
     y_text: Callable[[float], str] | None = None,
+    y_ticks: Sequence[float] | None = None,
 ) -> str:
     bottom = height - _BOTTOM
     parts = [f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{WIDTH - _RIGHT}" y2="{bottom}"/>']
@@ -280,7 +293,7 @@ def _frame(
         parts.append(f'<line class="grid" x1="{to_x(tick):.1f}" y1="{_TOP}" x2="{to_x(tick):.1f}" y2="{bottom}"/>')
         parts.append(f'<text x="{to_x(tick):.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
     if to_y is not None:
-        for tick in _ticks(0.0, top):
+        for tick in _ticks(0.0, top) if y_ticks is None else y_ticks:
             y = to_y(tick)
             parts.append(f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{WIDTH - _RIGHT}" y2="{y:.1f}"/>')
             parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{(y_text or _number)(tick)}</text>')
