@@ -179,7 +179,7 @@ def test_several_stages_have_meshes_and_no_step() -> None:
     exec(plan.export("jax"), scope)
     meshes = [scope["make_mesh"](stage) for stage in range(2)]
     assert [[d.id for d in mesh.devices.flat] for mesh in meshes] == [[0, 1], [2, 3]]
-    with pytest.raises(ValueError, match="2 stages are no step of one program"):
+    with pytest.raises(ValueError, match="a plan of 2 stages has no step of one program"):
         scope["make_train_step"](lambda p, s, b: (0.0, s), optax.sgd(1.0), meshes[0])
 
 

@@ -238,10 +238,16 @@ class _Planned:
                 self.prefixes.add(prefix)
 
     def __call__(self, *args: Any) -> Any:
+        leaves: list[Any]
+        tree: Any
         leaves, tree = jax.tree.flatten(args)
         # Traced without shardings, which would add equations; calls are inlined, so that each has a number.
         plain = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
-        closed, shape = jax.make_jaxpr(lambda *x: self.function(*tree.unflatten(x)), return_shape=True)(*plain)
+
+        def function(*values: Any) -> Any:
+            return self.function(*tree.unflatten(values))
+
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*plain)
         flat = jax.make_jaxpr(lambda *x: _inline(closed.jaxpr, closed.consts, x))(*plain)
         self.seen: set[str] = set()
         env = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
@@ -348,7 +354,8 @@ class _Planned:
 def _cut(equations: list[Any], count: int, outputs: set[Any]) -> list[list[Any]]:
     """Runs of about equal work, cut where the fewest bytes cross."""
     last = {a: i for i, (_, e) in enumerate(equations) for a in e.invars if not isinstance(a, Literal)}
-    work, live, dying, before = [0.0], [0.0], {}, 0.0
+    work, live, before = [0.0], [0.0], 0.0
+    dying: dict[int, float] = {}
     for i, (_, eqn) in enumerate(equations):
         work.append(work[-1] + _flops(eqn))
         for var in eqn.outvars:
