@@ -27,7 +27,7 @@ GRIDS = (
 class Table:
     """Random costs per (stages from the end, submesh, first, last), some of them infinite."""
 
-    def __init__(self, grid: GridShape, num_layers: int, seed: int, *, density: float) -> None:
+    def __init__(self, grid: GridShape, num_layers: int, seed: int, *, density: float, monotone: bool = False) -> None:
         rng = np.random.default_rng(seed)
         self.costs: dict[tuple[int, Submesh], Costs] = {}
         for k in range(1, grid.num_stages + 1):
@@ -36,6 +36,8 @@ class Table:
                 seconds = rng.integers(1, 12, (num_layers, num_layers)).astype(float)
                 seconds[rng.random(seconds.shape) > density] = np.inf
                 seconds[np.tri(num_layers, k=-1, dtype=bool)] = np.inf
+                if monotone and k > 1:
+                    seconds = np.maximum(seconds, self.costs[k - 1, submesh].seconds)
                 self.costs[k, submesh] = Costs(seconds=seconds, option=rng.integers(0, 5, seconds.shape))
         self.boundary_s = np.concatenate([[0.0], rng.integers(0, 4, num_layers - 1).astype(float)])
 

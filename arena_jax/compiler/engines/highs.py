@@ -30,7 +30,7 @@ def solve_strategies(
     def time_left_s() -> float | None:
         return None if time_limit_s is None else max(time_limit_s - (time.perf_counter() - started), 0.0)
 
-    if not problem.fits(problem.least_memory_bytes()):
+    if not problem.may_fit():
         return None
     reduction = Reduction(problem).run()
     if not reduction.feasible:

@@ -12,14 +12,12 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from arena_jax.compiler.engines.problem import StrategyProblem
-
-# HiGHS stops at absolute tolerances of 1e-6 to 1e-7: units are chosen so that these are tiny shares.
-_UNITS = 1e4
+from arena_jax.compiler.engines.units import Units, cap_after
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What HiGHS found: the best choices so far if any, and the bound it proved."""
+    """The best choices so far if any, and the bound proved for them."""
 
     choices: list[int] | None
     bound: float
@@ -31,37 +29,31 @@ def solve_milp(problem: StrategyProblem, *, time_limit_s: float | None, relative
     Node costs must be finite. Choices are returned only when they keep the cap as it is written,
     not just within the solver's tolerance.
     """
-    cap = problem.memory_cap
-    bound = -math.inf
+    cap, bound = problem.memory_cap, -math.inf
     while True:
-        found = _solve(problem, cap, time_limit_s, relative_gap)
-        bound = max(bound, found.bound)
-        if found.choices is None or problem.memory_cap is None or cap is None:
+        units = Units.of(problem, cap)
+        found = _solve(units, time_limit_s, relative_gap)
+        bound = max(bound, units.seconds(found.bound))
+        if found.choices is None or (tighter := cap_after(problem, cap, found.choices)) is None:
             return Found(choices=found.choices, bound=bound)
-        excess = problem.memory_bytes(found.choices) - problem.memory_cap
-        if problem.fits(problem.memory_cap + excess):
-            return Found(choices=found.choices, bound=bound)
-        cap -= 2 * excess
+        cap = tighter
 
 
-def _solve(
-    problem: StrategyProblem, memory_cap: float | None, time_limit_s: float | None, relative_gap: float
-) -> Found:
-    sizes = [cost.size for cost in problem.costs]
+def _solve(units: Units, time_limit_s: float | None, relative_gap: float) -> Found:
+    sizes = [cost.size for cost in units.costs]
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
     num_binaries = int(starts[-1])
-    node_costs = np.concatenate(problem.costs)
-    base = sum(float(cost.min()) for cost in problem.costs)
+    objective = [*units.costs]
+    # Row 0..N-1: one strategy per node.
     rows: list[np.ndarray] = [np.repeat(np.arange(len(sizes)), sizes)]
     columns: list[np.ndarray] = [np.arange(num_binaries)]
     values: list[np.ndarray] = [np.ones(num_binaries)]
     num_rows, num_columns = len(sizes), num_binaries
-    edge_costs: list[np.ndarray] = []
-    for (u, v), seconds in problem.edges.items():
-        row_of, column_of, small = _merged(seconds)
+    for (u, v), costs in units.edges.items():
+        row_of, column_of, small = _merged(costs)
         allowed = np.argwhere(np.isfinite(small))
         names = num_columns + np.arange(len(allowed))
-        edge_costs.append(small[tuple(allowed.T)])
+        objective.append(small[tuple(allowed.T)])
         # Each merged row of the edge's variables sums to its strategies' binaries, and so the columns.
         for axis, node, of in ((0, u, row_of), (1, v, column_of)):
             rows += [num_rows + allowed[:, axis], num_rows + of]
@@ -72,21 +64,12 @@ def _solve(
     lower = np.zeros(num_rows)
     lower[: len(sizes)] = 1.0
     upper = lower
-    if memory_cap is not None:
-        memory = np.concatenate(problem.memory)
-        # In units of what may be given away beyond the least: far from the solver's tolerances.
-        least = np.repeat([float(m.min()) for m in problem.memory], sizes)
-        room = max(memory_cap - sum(float(m.min()) for m in problem.memory), 0.0)
-        unit = max(room, float((memory - least).max()) * 1e-6, 1e-300) / _UNITS
+    if units.room is not None:
         rows.append(np.full(num_binaries, num_rows))
         columns.append(np.arange(num_binaries))
-        values.append((memory - least) / unit)
+        values.append(np.concatenate(units.memory))
         num_rows += 1
-        lower = np.append(lower, -np.inf)
-        upper = np.append(upper, room / unit)
-    objective = np.concatenate([node_costs - np.repeat([float(c.min()) for c in problem.costs], sizes), *edge_costs])
-    # The total matters less than the differences that decide: the largest is some hundreds of units.
-    scale = _UNITS / max(float(objective.max(initial=0.0)), 1e-300)
+        lower, upper = np.append(lower, -np.inf), np.append(upper, units.room)
     matrix = coo_array(
         (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=(num_rows, num_columns)
     ).tocsr()
@@ -96,7 +79,7 @@ def _solve(
     integrality = np.zeros(num_columns)
     integrality[:num_binaries] = 1
     result = milp(
-        objective * scale,
+        np.concatenate(objective),
         integrality=integrality,
         bounds=Bounds(0.0, np.concatenate([np.ones(num_binaries), np.full(num_columns - num_binaries, np.inf)])),
         constraints=LinearConstraint(matrix, lower, upper),
@@ -105,11 +88,10 @@ def _solve(
     if result.status == 2:
         return Found(choices=None, bound=math.inf)
     proved = result.mip_dual_bound
-    bound = base + proved / scale if proved is not None and np.isfinite(proved) else -math.inf
+    bound = float(proved) if proved is not None and np.isfinite(proved) else -math.inf
     if result.x is None:
         return Found(choices=None, bound=bound)
-    choices = [int(result.x[starts[v] : starts[v + 1]].argmax()) for v in range(len(sizes))]
-    return Found(choices=choices, bound=bound)
+    return Found(choices=[int(result.x[starts[v] : starts[v + 1]].argmax()) for v in range(len(sizes))], bound=bound)
 
 
 def _merged(seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

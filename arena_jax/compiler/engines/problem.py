@@ -60,23 +60,24 @@ class StrategyProblem:
         """Whether so many bytes are within the cap."""
         return self.memory_cap is None or memory_bytes <= self.memory_cap * (1 + MEMORY_SLACK)
 
-    def least_memory_bytes(self) -> float:
-        """Fewest bytes of any choice that uses no forbidden strategy (pairs are not looked at)."""
-        return sum(
+    def may_fit(self) -> bool:
+        """Whether every node has a strategy and the fewest bytes of each are within the cap together."""
+        least = sum(
             float(memory[np.isfinite(cost)].min(initial=np.inf))
             for cost, memory in zip(self.costs, self.memory, strict=True)
         )
+        return bool(np.isfinite(least)) and self.fits(least)
 
     def solution(self, choices: Sequence[int], bound: float, *, relative_gap: float = 0.0) -> "StrategySolution":
         """These choices with a proved lower bound; optimal when the two meet up to ``relative_gap`` and rounding."""
         objective = self.objective(choices)
-        bound = min(bound, objective)
+        bound = min(float(bound), objective)
         return StrategySolution(
             choices=tuple(int(i) for i in choices),
             objective=objective,
             memory_bytes=self.memory_bytes(choices),
             bound=bound,
-            optimal=objective - bound <= max(relative_gap, ROUNDING) * abs(objective),
+            optimal=objective - bound <= (relative_gap + ROUNDING) * abs(objective),
         )
 
 
