@@ -289,3 +289,10 @@ def test_file_names_are_relative_to_the_recipe_but_overrides_to_the_folder_at_ha
     path.write_text("model: {name: gpt}\nglobal_batch: 8\nsteps: 2\ndata: {kind: text, files: ['texts/*.txt']}\n")
     assert load_recipe(str(path)).data.files == [str(tmp_path / "texts/*.txt")]
     assert load_recipe(str(path), ["data.files=[here.txt]"]).data.files == [str(Path.cwd() / "here.txt")]
+
+
+@pytest.mark.parametrize("key", ["hidden", "num_layers", "num_heads", "sequence_length", "feed_forward"])
+def test_sizes_of_zero_are_named(key: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("gpt_tiny", [f"model.{key}=0"])
+    assert caught.value.errors == (f"model.{key}: 0, and 1 is the least",)

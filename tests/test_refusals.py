@@ -10,8 +10,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import io_callback
 
-from arena_jax.compiler import Problem, analyse, make_problem
+from arena_jax.compiler import Constraints, Problem, analyse, make_problem, plan_problem
 from arena_jax.compiler.trace import trace_loss
 from arena_jax.errors import ArenaError, ModelError, PlanError, UsageError
 from arena_jax.grid import GridShape, Plan, StagePlan, Submesh
@@ -107,6 +108,67 @@ def test_state_that_grows() -> None:
         trace_loss(problem(model=Counting))
 
 
+# Losses that act on the outside.
+
+
+def host(value: Any) -> np.ndarray:
+    return np.asarray(value)
+
+
+def calls_back(model: Toy, batch: Any) -> jax.Array:
+    x = jax.pure_callback(host, jax.ShapeDtypeStruct((BATCH, WIDTH), np.float32), batch["x"])
+    return toy_loss(model, batch | {"x": x})
+
+
+def calls_back_in_a_loop(model: Toy, batch: Any) -> jax.Array:
+    def body(total: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return total + io_callback(host, jax.ShapeDtypeStruct((), np.float32), total), None
+
+    return toy_loss(model, batch) + jax.lax.scan(body, jnp.float32(0), None, length=2)[0]
+
+
+def prints_in_order(model: Toy, batch: Any) -> jax.Array:
+    jax.debug.print("rows {x}", x=batch["x"].sum(), ordered=True)
+    return toy_loss(model, batch)
+
+
+def prints(model: Toy, batch: Any) -> jax.Array:
+    jax.debug.print("rows {x}", x=batch["x"].sum())
+    return toy_loss(model, batch)
+
+
+ELSEWHERE = nnx.Variable(jnp.zeros(()))
+
+
+def writes_elsewhere(model: Toy, batch: Any) -> jax.Array:
+    ELSEWHERE.set_value(ELSEWHERE[...] + 1)
+    return toy_loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "says"),
+    [
+        (
+            calls_back,
+            r"calls back to the host: jax.pure_callback of `host` at .*test_refusals.py:\d+:\d+ \(calls_back\)",
+        ),
+        (calls_back_in_a_loop, r"jax.experimental.io_callback of `host` at .*test_refusals.py:\d+.*body\)"),
+        (prints_in_order, r"(?s)prints in order: jax.debug.print at .*\(prints_in_order\).*drop ordered=True"),
+        (writes_elsewhere, r"(?s)writes to an nnx Variable outside of its model.*an attribute of the model"),
+    ],
+)
+def test_losses_that_act_on_the_outside(loss_fn: Any, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        trace_loss(problem(loss_fn=loss_fn))
+
+
+def test_a_loss_that_prints_is_warned_of() -> None:
+    with pytest.warns(
+        UserWarning, match=r"jax.debug.print at .*test_refusals.py:\d+.*\(prints\): runs once a microbatch"
+    ):
+        trace_loss(problem(loss_fn=prints))
+
+
 # Optimizers.
 
 
@@ -185,6 +247,63 @@ def test_batches(batch: Any, says: str) -> None:
 def test_batches_at_a_step(program: Program, change: Callable[[Any], Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         program.step(program.init(), change(example()))
+
+
+class Empty(nnx.Module):
+    """Has a parameter without elements, and adds what it makes of an empty leaf of the batch."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.toy = Toy(rngs)
+        self.none = nnx.Param(jnp.zeros((0, WIDTH)))
+
+    def __call__(self, batch: Any) -> jax.Array:
+        return self.toy(batch["x"]) + batch["none"] @ self.none[...]
+
+
+def test_dims_of_size_zero() -> None:
+    """They are no fault: they train as the model without them does."""
+    batch = example() | {"none": np.zeros((BATCH, 0), np.float32)}
+    whole = make_problem(Empty, optax.adam(1e-2), lambda m, b: jnp.mean((m(b) - b["y"]) ** 2), batch)
+    (row,) = plan_problem(whole, [GridShape.parse("cpu:2")], num_microbatches=2)
+    assert row.plan is not None, row.reason
+    program = compile_program(whole, row.plan)
+    losses = []
+    state = program.init()
+    for _ in range(2):
+        state, metrics = program.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    model, losses_by_hand = Toy(nnx.Rngs(0)), []
+    graph, params = nnx.split(model)
+    moments = optax.adam(1e-2).init(params)
+    for _ in range(2):
+        loss, gradient = jax.value_and_grad(lambda p: toy_loss(nnx.merge(graph, p), example()))(params)
+        updates, moments = optax.adam(1e-2).update(gradient, moments, params)
+        params = optax.apply_updates(params, updates)
+        losses_by_hand.append(float(loss))
+    np.testing.assert_allclose(losses, losses_by_hand, rtol=1e-5)
+
+
+# Pins.
+
+
+@pytest.mark.parametrize(
+    ("pins", "says"),
+    [
+        ({"zero": 3, "dp": 1}, "pinned zero 3 shards over dp, and no stage here has a dp of 2 or more"),
+        ({"zero": 1, "tp": 2}, "pinned zero 1 shards over dp"),
+        ({"dp": 2, "tp": 2}, "pinned dp 2 and tp 2 make 4 devices a stage, a stage here has 2"),
+        ({"dp": 4}, "pinned dp 4 forms no submesh here"),
+    ],
+)
+def test_pins_that_no_stage_can_have(pins: dict[str, Any], says: str) -> None:
+    (row,) = plan_problem(problem(), [GridShape.parse("a100:2")], constraints=Constraints(**pins))
+    assert row.plan is None
+    assert says in row.reason
+
+
+def test_pins_that_contradict_each_other() -> None:
+    with pytest.raises(UsageError, match=r"plan\.space=alpa has no ZeRO, and plan.zero=3 is pinned"):
+        plan_problem(problem(), [GridShape.parse("a100:2")], constraints=Constraints(zero=3, space="alpa"))
 
 
 # Plans.

@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -72,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in args
     try:
-        code = group.main(args, prog_name="arena-jax", standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = group.main(args, prog_name="arena-jax", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except ArenaError as error:
@@ -103,6 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         description = {"type": type(error).__name__, "message": str(error)}
         return _fail(description, "this is a bug in arena_jax; please report the lines above", EXIT_FAILED, as_json)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """Warnings meant for users go where everything for the person watching goes, without our line numbers."""
+    if issubclass(category, UserWarning):
+        console.warn(str(message))
+    else:
+        console.note(warnings.formatwarning(message, category, *where[:2]).rstrip())
 
 
 def _describe(error: ArenaError) -> dict[str, Any]:

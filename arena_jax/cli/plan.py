@@ -14,6 +14,7 @@ from arena_jax.cli import console
 from arena_jax.cli.plan_ls import command as ls_command
 from arena_jax.errors import EXIT_INFEASIBLE, EXIT_INTERRUPTED, InfeasibleError, UsageError, counted, nearest
 from arena_jax.grid import Allocation, GridShape, IndexRow, PlanIndex, SearchInterrupted
+from arena_jax.page.document import check_writable, write_file
 
 if TYPE_CHECKING:
     from arena_jax.cli.plan_explain import Named
@@ -96,6 +97,9 @@ def command(
     loaded = load_recipe(recipe, overrides)
     targets = targets_of(loaded, specs, stages)
     names = _hand_written_names(compare, against)
+    for path, what in ((page, "report"), (trace, "trace")):
+        if path is not None:
+            check_writable(path, what=what)
     start_jax()
     from arena_jax.cli.plan_report import report_of, table_lines
     from arena_jax.job import build
@@ -238,8 +242,6 @@ def _explain(
 def _write_files(
     job: "Job", search: "StoredSearch", report: dict[str, Any], plans: "Plans", page: Path | None, trace: Path | None
 ) -> None:
-    from arena_jax.page.document import write_file
-
     if page is not None:
         from arena_jax.cli.plan_page import render
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax.extend import core as jex_core
+from jax.extend import source_info_util
 from jax.interpreters import partial_eval
 
 # `jit` is called `pjit` on some versions; all of these only wrap a jaxpr and can be inlined.
@@ -69,6 +70,11 @@ def inputs_behind(jaxpr: Any, atom: Any) -> list[bool]:
     alone = jaxpr.replace(outvars=[atom], debug_info=jaxpr.debug_info.with_unknown_names())
     _, used = partial_eval.dce_jaxpr(alone, [True])
     return list(used)
+
+
+def written_at(eqn: Any) -> str:
+    """``file.py:12 (function)``: the user's line that an equation comes from."""
+    return str(source_info_util.summarize(eqn.source_info))
 
 
 def is_key(aval: Any) -> bool:

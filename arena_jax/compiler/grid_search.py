@@ -1,6 +1,7 @@
 """The best plan of one grid at one number of microbatches, or why none fits."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -71,6 +72,7 @@ class _GridSearch:
             (dp, tp)
             for dp, tp in logical_meshes(submesh.num_devices)
             if self._rows % dp == 0 and pins.dp in (None, dp) and pins.tp in (None, tp)
+            if dp > 1 or any(option.zero == 0 for option in pins.options())
         ]
 
     @property
@@ -79,9 +81,18 @@ class _GridSearch:
 
     def why_no_mesh(self) -> str:
         pins = self._constraints
+        if all(option.zero for option in pins.options()):
+            unpinned = _GridSearch(self._analysis, self._grid, self._hardware, replace(pins, zero=0), self._m)
+            if unpinned.meshes_exist:
+                return f"pinned zero {pins.zero} shards over dp, and no stage here has a dp of 2 or more"
         if pins.dp is None and pins.tp is None:
             return f"no dp divides the {self._rows} rows of a microbatch here"
         pinned = " and ".join(f"{name} {size}" for name, size in (("dp", pins.dp), ("tp", pins.tp)) if size is not None)
+        if pins.dp is not None and pins.tp is not None:
+            sizes = {submesh.num_devices for tiling in tilings(self._grid) for submesh in tiling}
+            if pins.dp * pins.tp not in sizes:
+                here = " or ".join(map(str, sorted(sizes)))
+                return f"pinned {pinned} make {pins.dp * pins.tp} devices a stage, a stage here has {here}"
         return f"pinned {pinned} forms no submesh here with {self._rows} rows a microbatch"
 
     def costs(self, stages_left: int, submesh: Submesh) -> Costs:

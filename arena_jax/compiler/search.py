@@ -107,6 +107,11 @@ def check_pins(problem: Problem, constraints: Constraints, num_microbatches: int
         raise UsageError(
             f"engine {constraints.engine!r} is not available in this release", hint="use plan.engine=highs"
         )
+    if constraints.space == "alpa" and constraints.zero not in ("search", 0):
+        raise UsageError(
+            f"plan.space=alpa has no ZeRO, and plan.zero={constraints.zero} is pinned",
+            hint="use plan.space=full, or leave plan.zero out",
+        )
     batch = problem.global_batch
     if num_microbatches is not None and (num_microbatches < 1 or batch % num_microbatches):
         nearest = min((m for m in range(1, batch + 1) if batch % m == 0), key=lambda m: abs(m - num_microbatches))

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import flax.errors
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from arena_jax.compiler import _compat
+from arena_jax.compiler.effects import check_effects
 from arena_jax.compiler.problem import FROZEN, PARAMS, STATE, Leaf, Problem, path_name
 from arena_jax.errors import ArenaError, ModelError
 from arena_jax.values import Last, Sum, Weighted
@@ -132,12 +134,18 @@ def _trace(problem: Problem, graphdef: Any, rows: int) -> Trace:
     batch_structs = [leaf.struct(rows) for leaf in problem.batch]
     try:
         closed = jax.make_jaxpr(flat_loss)(leaf_structs, batch_structs)
+        check_effects(closed.jaxpr)
         consts = list(closed.consts)
         flat = jax.make_jaxpr(lambda args: inline(closed.jaxpr, consts, args))(leaf_structs + batch_structs)
     except jax.errors.ConcretizationTypeError as error:
         raise ModelError(
             f"the loss needs a value that is not known while tracing: {str(error).splitlines()[0]}",
             hint="use jax.lax.cond or jnp.where in place of Python control flow on arrays",
+        ) from error
+    except flax.errors.TraceContextError as error:
+        raise ModelError(
+            f"the loss writes to an nnx Variable outside of its model: {str(error).partition(' (')[0]}",
+            hint="make the Variable an attribute of the model, or return the value as a metric",
         ) from error
     jaxpr, flat_consts = flat.jaxpr, list(flat.consts)
     jaxpr = _constants_as_inputs(jaxpr)

@@ -128,13 +128,10 @@ def make_train_step(loss_fn: Callable[..., Any], optimizer: Any, mesh: Mesh) -> 
                 found, more, heavier, state = gradients(params, state, jax.tree.unflatten(tree, part))
                 return (add(sums, found, lie), total + more, weight + heavier, state), None
 
-            rows = [
-                _constrain(
-                    jnp.reshape(x, (num_microbatches, -1, *x.shape[1:])), NamedSharding(mesh, PartitionSpec(None, "dp"))
-                )
-                for x, rowed in zip(leaves, has_rows, strict=True)
-                if rowed
-            ]
+            behind = NamedSharding(mesh, PartitionSpec(None, "dp"))
+            lead = (num_microbatches, PLAN["global_batch"] // num_microbatches)
+            rowed = [x for x, has in zip(leaves, has_rows, strict=True) if has]
+            rows = [_constrain(jnp.reshape(x, (*lead, *x.shape[1:])), behind) for x in rowed]
             one = [x[0] for x in rows]
             given = iter(one)
             example = jax.tree.unflatten(tree, [next(given) if r else x for x, r in zip(leaves, has_rows, strict=True)])

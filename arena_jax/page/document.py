@@ -53,6 +53,15 @@ def folded(title: str, body: str, opened: bool) -> str:
     return f"<details{' open' if opened else ''}><summary>{escape(title)}</summary>{body}</details>"
 
 
+def check_writable(path: str | Path, *, what: str = "report") -> None:
+    """Raise :class:`UsageError` where a file cannot be written: before the work that would fill it."""
+    folder = Path(path).absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"cannot write the {what} {str(path)!r}: {str(folder)!r} is no folder to write in")
+
+
 def write_file(path: str | Path, text: str, *, what: str = "report") -> None:
     """Write a text file whole or not at all.
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from arena_jax.bundled import model_path, recipe_paths
 from arena_jax.errors import RecipeError, UsageError, nearest
 from arena_jax.recipe.checks import cross_checks
-from arena_jax.recipe.model_config import config_schema, model_config
+from arena_jax.recipe.model_config import checked_values, config_schema, model_config
 from arena_jax.recipe.schema import Recipe
 from arena_jax.recipe.text import merge, parse_override, parse_yaml
 
@@ -160,6 +160,10 @@ def _check_model(recipe: Recipe) -> tuple[Any, list[str]]:
     faults: list[str] = []
     for _ in range(2):
         try:
+            if section.name:
+                too_small = _too_small(checked_values(path, values))
+                if too_small:
+                    return None, [*faults, *too_small]
             return model_config(path, values), faults
         except ValidationError as error:
             for fault in error.errors(include_url=False):
@@ -168,10 +172,16 @@ def _check_model(recipe: Recipe) -> tuple[Any, list[str]]:
                 if line not in faults:
                     faults.append(line)
                 _remove(values, location[:1])
-        except ValueError as error:
+        except (ValueError, ArithmeticError) as error:
             # The sizes contradict one another; each alone is still good for further checks.
-            return schema(**values), [*faults, f"model: {error}"]
+            return checked_values(path, values), [*faults, f"model: {error}"]
     return None, faults
+
+
+def _too_small(config: BaseModel) -> list[str]:
+    """Whole numbers of the bundled models are sizes and counts."""
+    sizes = {key: value for key, value in config if type(value) is int}
+    return [f"model.{key}: {value}, and 1 is the least" for key, value in sizes.items() if value < 1]
 
 
 def _location(schema: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, ...]:

@@ -69,8 +69,16 @@ def model_config(path: Path, values: Mapping[str, Any]) -> Any:
         pydantic.ValidationError: unknown keys and wrong types, all of them.
         ValueError: what the class's own ``__post_init__`` refuses.
     """
-    checked = config_schema(path)(**{key: _tuples(value) for key, value in values.items()})
-    return config_class(path)(**dict(checked))
+    return config_class(path)(**dict(checked_values(path, values)))
+
+
+def checked_values(path: Path, values: Mapping[str, Any]) -> BaseModel:
+    """The values alone, each checked, without what ``__post_init__`` says of them together.
+
+    Raises:
+        pydantic.ValidationError: as :func:`model_config`.
+    """
+    return config_schema(path)(**{key: _tuples(value) for key, value in values.items()})
 
 
 def _tuples(value: Any) -> Any:

@@ -64,7 +64,7 @@ class OneStage:
     def _split(self, array: Any, has_rows: bool) -> Any:
         if not has_rows or self._num_microbatches == 1:
             return array
-        return array.reshape(self._num_microbatches, -1, *array.shape[1:])
+        return array.reshape(self._num_microbatches, len(array) // self._num_microbatches, *array.shape[1:])
 
     def _compile(self, function: StageFunction, skip_nonfinite: bool) -> Any:
         entries = self._layout.stages[0]

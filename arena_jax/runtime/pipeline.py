@@ -181,7 +181,7 @@ class Pipeline:
     def _place_batch(self, batch: Sequence[np.ndarray]) -> list[list[Any]]:
         """Every stage gets the leaves it reads, split into microbatches."""
         shaped = [
-            a.reshape(self._num_microbatches, -1, *a.shape[1:]) if leaf.has_rows else a
+            a.reshape(self._num_microbatches, len(a) // self._num_microbatches, *a.shape[1:]) if leaf.has_rows else a
             for a, leaf in zip(batch, self._problem.batch, strict=True)
         ]
         return [
