@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from arena_jax.compiler.rules.kernels import sharding_rule as sharding_rule
     from arena_jax.errors import ArenaError as ArenaError
     from arena_jax.errors import CheckpointError as CheckpointError
     from arena_jax.errors import DataError as DataError
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 _HOME_OF = {
     name: module
     for module, names in {
+        "arena_jax.compiler.rules.kernels": ("sharding_rule",),
         "arena_jax.errors": (
             "ArenaError",
             "CheckpointError",

@@ -25,9 +25,13 @@ def open_jaxpr(value: Any) -> tuple[Any, list[Any]]:
     return value, []
 
 
+# What they hold works on blocks or on a device's part, not on their operands.
+_OPAQUE = frozenset({"pallas_call", "shard_map", "reduce"})
+
+
 def inner_jaxpr(eqn: Any) -> tuple[Any, list[Any]]:
     """The body of a call-like equation (jit, remat, scan, custom rules)."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee") if eqn.primitive.name not in _OPAQUE else ():
         if name in eqn.params:
             return open_jaxpr(eqn.params[name])
     raise KeyError(f"{eqn.primitive} has no body")

@@ -8,8 +8,10 @@ import math
 from typing import Any
 
 from arena_jax.compiler.rules import indexing, linear, products, shapes
+from arena_jax.compiler.rules.composed import composed
 from arena_jax.compiler.rules.elementwise import ELEMENTWISE as ELEMENTWISE
 from arena_jax.compiler.rules.elementwise import SOURCES as SOURCES
+from arena_jax.compiler.rules.kernels import kernel_rule
 from arena_jax.compiler.rules.reductions import CUMULATIVE as CUMULATIVE
 from arena_jax.compiler.rules.reductions import REDUCTIONS as REDUCTIONS
 from arena_jax.compiler.rules.rule import RULES, Dims, shape_of
@@ -19,6 +21,9 @@ __all__ = ["CUMULATIVE", "ELEMENTWISE", "REDUCTIONS", "SOURCES", "Rule", "rule_o
 
 # Imported for what they register.
 _FAMILIES = (indexing, linear, products, shapes)
+# Bodies that run a number of times that is not known, or that XLA partitions by itself. Others (calls,
+# scans, rematerialised blocks, custom derivatives) are entered by whoever asks.
+_COMPOSED = frozenset({"while", "cond", "custom_partitioning", "linear_call"})
 
 
 def rule_of(eqn: Any) -> Rule | None:
@@ -27,14 +32,18 @@ def rule_of(eqn: Any) -> Rule | None:
     An equation whose parameters are not as expected (another version of jax, a use that nobody thought
     of) counts as unknown: it is then replicated and named, which is slow but right.
     """
-    make = RULES.get(eqn.primitive.name)
-    if make is None:
-        return None
     try:
-        rule = make(eqn)
+        rule = kernel_rule(eqn) or _by_name(eqn)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return None
-    return rule if _fits(rule, eqn) else None
+    return rule if rule is not None and _fits(rule, eqn) else None
+
+
+def _by_name(eqn: Any) -> Rule | None:
+    name = eqn.primitive.name
+    if name in _COMPOSED:
+        return composed(eqn, rule_of)
+    return RULES[name](eqn) if name in RULES else None
 
 
 def _fits(rule: Rule, eqn: Any) -> bool:

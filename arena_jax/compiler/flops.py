@@ -6,9 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from arena_jax.compiler import _compat
+from arena_jax.compiler.rules.kernels import KERNELS, kernel_rule
 
 # Primitives whose work is worth placing: everything else moves bytes.
-HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}) | KERNELS
 
 
 def array_bytes(atom: Any) -> int:
@@ -37,10 +38,44 @@ def eqn_flops(eqn: Any) -> float:
         kernel = eqn.invars[1].aval.shape
         depth = math.prod(kernel[d] for d in numbers.rhs_spec[1:])
         return 2.0 * math.prod(eqn.outvars[0].aval.shape) * depth
+    if name in ("ragged_dot", "ragged_dot_general"):
+        return _ragged_flops(eqn)
+    if name in KERNELS:
+        return _kernel_flops(eqn)
     bodies = list(_bodies(eqn))
     if bodies:
         return sum(times * jaxpr_flops(body) for body, times in bodies)
     return float(sum(math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape")))
+
+
+def _ragged_flops(eqn: Any) -> float:
+    """Every row meets the matrix of one group."""
+    lhs, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    numbers = eqn.params.get("ragged_dot_dimension_numbers")
+    contract = (1,) if numbers is None else numbers.dot_dimension_numbers[0][0]
+    if numbers is not None and set(numbers.lhs_ragged_dimensions) & {*contract}:
+        out = out[1:]  # a product per group, each over its own part of the contracted dim
+    return 2.0 * math.prod(out) * math.prod(lhs[d] for d in contract)
+
+
+def _kernel_flops(eqn: Any) -> float:
+    """What the kernel declares, else what its rule or its body says, else an operation per element; never zero."""
+    declared = getattr(eqn.params.get("cost_estimate"), "flops", 0)
+    if declared:
+        return float(declared)
+    rule = kernel_rule(eqn)
+    if rule is not None and rule.flops:
+        return rule.flops
+    if eqn.primitive.name == "pallas_call":
+        grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
+        steps = math.prod(n for n in grid if isinstance(n, int))
+        inside = steps * jaxpr_flops(_compat.open_jaxpr(eqn.params["jaxpr"])[0])
+    elif eqn.primitive.name == "shard_map":
+        inside = eqn.params["mesh"].size * jaxpr_flops(_compat.open_jaxpr(eqn.params["jaxpr"])[0])
+    else:
+        inside = sum(times * jaxpr_flops(body) for body, times in _bodies(eqn))
+    elements = [math.prod(a.aval.shape) for a in (*eqn.invars, *eqn.outvars) if hasattr(a.aval, "shape")]
+    return float(inside or max(elements, default=0) or 1)
 
 
 def jaxpr_flops(jaxpr: Any) -> float:

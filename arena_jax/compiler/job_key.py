@@ -13,6 +13,7 @@ import arena_jax.grid as grid_package
 from arena_jax.compiler.analysis import Constraints
 from arena_jax.compiler.cost import Hardware, hardware_of
 from arena_jax.compiler.problem import Problem
+from arena_jax.compiler.rules.kernels import registered_rules
 from arena_jax.compiler.trace import Trace
 from arena_jax.grid import CATALOGUE, Allocation, Catalogue, GridShape, JobKey
 
@@ -51,6 +52,7 @@ def job_key(
             "together": sorted(map(str, grids)) if coupled and num_microbatches is None else [],
             "devices": {t: _facts(hardware_of(Allocation(t, 1, 1), catalogue)) for t in sorted(types)},
             "search": _source_digest(),
+            "sharding_rules": registered_rules(),
             "jax": jax.__version__,
         }
     )
