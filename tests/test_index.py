@@ -212,6 +212,41 @@ def test_many_threads_write_one_file(tmp_path: Path) -> None:
     _check_written(path, 6, 5)
 
 
+GRIDS = [f"cpu:{n}/s{s}" for n in range(1, 5) for s in range(1, n + 1)]
+
+
+def _rewrite(path: str, num_rounds: int, barrier: Any) -> None:
+    store = PlanStore(path)
+    barrier.wait()
+    for number in range(1, num_rounds + 1):
+        store.put(KEY, [row(grid, float(number)) for grid in GRIDS])
+
+
+def test_readers_see_every_write_whole_or_not_at_all(tmp_path: Path) -> None:
+    """Two processes write the same rows again and again; what this one reads is of one write."""
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(3)
+    path = tmp_path / "plans"
+    store = PlanStore(path)
+    store.put(KEY, [row(grid, 0.5) for grid in GRIDS])
+    writers = [context.Process(target=_rewrite, args=(str(path), 25, barrier)) for _ in range(2)]
+    for process in writers:
+        process.start()
+    barrier.wait()
+    seen: list[float] = []
+    while any(process.is_alive() for process in writers):
+        rows_now = list(store.index(KEY))
+        assert len(rows_now) == len(GRIDS)
+        (seconds,) = {r.step_time_s for r in rows_now}
+        assert seconds is not None
+        seen.append(seconds)
+        # A key that nothing was stored under stays empty, whatever others write.
+        assert len(store.index(JobKey({**KEY.fields, "global_batch": 65}))) == 0
+    assert [process.exitcode for process in writers] == [0, 0]
+    assert {r.step_time_s for r in store.index(KEY)} == {25.0}
+    assert len(set(seen)) > 2  # it did read in between
+
+
 def _stored(path: Path) -> PlanStore:
     store = PlanStore(path)
     store.put(KEY, [row(f"cpu:{n}", float(n)) for n in range(1, 40)])

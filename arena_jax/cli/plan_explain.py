@@ -154,7 +154,7 @@ def explain_lines(said: Mapping[str, Any]) -> Iterator[str]:
 def _side_by_side(best: Mapping[str, Any], other: Mapping[str, Any] | None) -> Iterator[str]:
     def line(label: str, cells: Sequence[str], difference: str = "") -> str:
         shown = "".join(f"{fit(cell, _CELL - 1):>{_CELL}}" for cell in cells)
-        return f"  {label:{_LABEL}}{shown}{difference:>13}".rstrip()
+        return f"  {label:{_LABEL}}{shown}{difference:>12}".rstrip()
 
     def times(label: str, values: Sequence[float]) -> str:
         return line(label, [seconds(v) for v in values], _signed(values[1] - values[0]) if len(values) > 1 else "")
