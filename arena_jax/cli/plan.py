@@ -267,8 +267,8 @@ def _what_is_missing(index: PlanIndex) -> dict[str, Any]:
             continue
         least = min([row.step_time_s, *(at for grid, at in bounds.items() if grid.allocation == allocation)])
         gaps[str(allocation)] = gap = row.step_time_s / least - 1
-        message += f"\n  {row.grid} is at most {gap:.0%} slower than the best" if gap else f"\n  {row.grid} is the best"
-        message += f" of {allocation}"
+        far = f"takes at most {1 + gap:.2f} times as long as the best" if gap else "is the best"
+        message += f"\n  {row.grid} {far} of {allocation}"
     console.error(message)
     return {"unfinished": [str(grid) for grid in bounds], "gap": gaps}
 

@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 from arena_jax.compiler.analysis import Analysis, Constraints
 from arena_jax.compiler.cost import Hardware, hardware_of
 from arena_jax.compiler.grid_search import plan_grid
-from arena_jax.compiler.search import fastest, microbatch_choices
+from arena_jax.compiler.search import UNLIMITED_BYTES, fastest, microbatch_choices
 from arena_jax.grid import CATALOGUE, Catalogue, IndexRow
 
-# More than any device has.
-_UNLIMITED_BYTES = 1 << 60
 MEMORY, MICROBATCHES = "memory", "plan.num_microbatches"
 # What is faster by less is not worth a line.
 _WORTH = 1e-3
@@ -57,7 +55,7 @@ def _relaxed(
     pins: Constraints, hardware: Hardware, num_microbatches: int | None
 ) -> Iterator[tuple[str, Constraints, Hardware, int | None]]:
     """Every way to lift one constraint. The grid itself says the number of stages."""
-    endless = replace(hardware, device=replace(hardware.device, memory_bytes=_UNLIMITED_BYTES))
+    endless = replace(hardware, device=replace(hardware.device, memory_bytes=UNLIMITED_BYTES))
     yield MEMORY, pins, endless, num_microbatches
     free = Constraints()
     for name in ("dp", "tp", "zero", "remat", "space"):

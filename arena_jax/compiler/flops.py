@@ -83,21 +83,6 @@ def jaxpr_flops(jaxpr: Any) -> float:
     return sum(eqn_flops(eqn) for eqn in jaxpr.eqns)
 
 
-def product_flops(jaxpr: Any) -> dict[str, float]:
-    """FLOPs of the large products of a jaxpr, by the dtype of their operands."""
-    found: dict[str, float] = {}
-    for eqn in jaxpr.eqns:
-        parts = {}
-        if eqn.primitive.name in HEAVY:
-            parts = {str(eqn.invars[0].aval.dtype): eqn_flops(eqn)}
-        for body, times in _bodies(eqn):
-            for dtype, flops in product_flops(body).items():
-                parts[dtype] = parts.get(dtype, 0.0) + times * flops
-        for dtype, flops in parts.items():
-            found[dtype] = found.get(dtype, 0.0) + flops
-    return found
-
-
 def _bodies(eqn: Any) -> list[tuple[Any, int]]:
     """Inner jaxprs and how often each runs; a ``while`` counts once, ``cond`` its dearest branch."""
     name = eqn.primitive.name

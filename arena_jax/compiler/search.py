@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from arena_jax.compiler.analysis import Analysis, Constraints, analyse
 from arena_jax.compiler.cost import Hardware, hardware_of
-from arena_jax.compiler.flops import product_flops
 from arena_jax.compiler.grid_search import plan_grid
 from arena_jax.compiler.job_key import job_key
 from arena_jax.compiler.problem import Problem
@@ -26,6 +26,8 @@ from arena_jax.grid import (
 
 MAX_STAGES = 8
 MAX_MICROBATCHES = 32
+# More than any device has.
+UNLIMITED_BYTES = 1 << 60
 
 
 def plan_problem(
@@ -94,11 +96,12 @@ def plan_problem(
 
 
 def _at_least_s(analysis: Analysis, hardware: Hardware) -> float:
-    """Seconds below which no plan's step is ever estimated: its products at peak, split evenly, never waiting."""
-    # A backward pass computes two products for each one of the forward pass.
-    products = product_flops(analysis.trace.jaxpr)
-    seconds = sum(3 * flops / hardware.device.peak(dtype) for dtype, flops in products.items())
-    return seconds / hardware.allocation.num_devices
+    """Seconds below which no plan's step is estimated: what one device computes, split evenly, never waiting."""
+    endless = replace(hardware, device=replace(hardware.device, memory_bytes=UNLIMITED_BYTES))
+    one = GridShape(Allocation(hardware.device.name, 1, 1), 1)
+    row = plan_grid(analysis, one, endless, Constraints(zero=0, remat="off"), 1)
+    computed_s = 0.0 if row.estimate is None else row.estimate.breakdown["compute_s"]
+    return computed_s / hardware.allocation.num_devices
 
 
 def check_pins(problem: Problem, constraints: Constraints, num_microbatches: int | None) -> None:
