@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from arena_jax.cli import main
-from arena_jax.cli.plan_ls import _table, stored_rows
+from arena_jax.cli.plan_ls import _table, _tables, stored_rows
 from arena_jax.grid import GridShape, IndexRow, JobKey, Plan, PlanStore
 
 RECIPE = """
@@ -263,6 +263,14 @@ def test_plan_ls_of_many_stages_stays_narrow() -> None:
         *(f"s{n}" for n in range(1, 7)), "h100-sxm:16x8", *["12.3", "ms"] * 6,
         *("s7", "s8"), "h100-sxm:16x8", *["12.3", "ms"] * 2,
     ]  # fmt: skip
+
+
+def test_plan_ls_of_many_pins_stays_narrow() -> None:
+    pins = " ".join(f"plan.{name}=16" for name in ("dp", "num_microbatches", "remat", "space", "tp", "zero"))
+    row = {"grid": "cpu:2/s1", "num_stages": 1, "feasible": True, "step_time_s": 0.01, "stored_at": 0.0}
+    lines = list(_tables([row | {"model": "gpt_1_3b", "global_batch": 256, "pins": pins}]))
+    assert max(map(len, lines)) <= 80
+    assert " ".join(lines).count("=16") == 6
 
 
 def test_models_of_fit_have_names_and_do_not_hide_each_other(tmp_path: Path) -> None:

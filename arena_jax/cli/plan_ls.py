@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from textwrap import wrap
 from typing import Any
 
 import click
@@ -97,7 +98,12 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         model, batch, pins = job
         newest = max((row["stored_at"] for row in mine if row["stored_at"] is not None), default=None)
         when = "" if newest is None else f", planned {datetime.fromtimestamp(newest):%Y-%m-%d %H:%M}"
-        yield f"{model}, global batch {batch}" + (f", {pins}" if pins else "") + when
+        title = f"{model}, global batch {batch}" + (f", {pins}" if pins else "") + when
+        if len(title) <= console.width():
+            yield title
+        else:
+            yield f"{model}, global batch {batch}{when}"
+            yield from wrap(pins, console.width(), initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         yield from _table(mine)
 
 

@@ -82,7 +82,7 @@ def _grids(rows: Sequence[Mapping[str, Any]], unit: str, best: set[str]) -> str:
         body.append(
             [
                 f"<td{mark}>{name}</td>",
-                f'<td class="left">{meshes([(stage["dp"], stage["tp"]) for stage in stages])}</td>',
+                meshes([(stage["dp"], stage["tp"]) for stage in stages]),
                 _each(str(stage["zero"]) for stage in stages),
                 _each("yes" if stage["remat"] else "no" for stage in stages),
                 str(row["num_microbatches"]),

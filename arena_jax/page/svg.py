@@ -11,6 +11,8 @@ WIDTH, HEIGHT = 720, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 28, 12, 40
 _MOST_POINTS = 700
 _BAR_HEIGHT = 20
+# About the width of a character and the height of a line of text, in pixels.
+_CHARACTER, _LINE = 6.2, 11.0
 # A limit this many times beyond what is drawn would squeeze it.
 _FARTHEST = 3.0
 # Points that lie further apart than this are told apart only on a logarithmic axis.
@@ -143,6 +145,7 @@ def points(
             f'stroke-dasharray="4 3"><title>{escape(name)}</title></line>'
             f'<text x="{to_x(x) - 4:.1f}" y="{_TOP + 10}" text-anchor="end">{escape(name)}</text>'
         )
+    written: list[tuple[float, float, float]] = []  # left, right and baseline of the texts so far
     for p in found:
         paint = f'fill="none" stroke="{p.color}" stroke-width="1.8"' if p.hollow else f'fill="{p.color}"'
         at_x, at_y = to_x(p.x), to_y(p.y)
@@ -150,9 +153,13 @@ def points(
             f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="4.5" {paint}><title>{escape(p.label)}</title></circle>'
         )
         if p.text:
-            right = at_x > WIDTH * 0.8
-            place = f'x="{at_x - 7:.1f}" text-anchor="end"' if right else f'x="{at_x + 7:.1f}"'
-            body.append(f'<text {place} y="{at_y + 4:.1f}">{escape(p.text)}</text>')
+            long = _CHARACTER * len(p.text)
+            left = at_x - 7 - long if at_x > WIDTH * 0.8 else at_x + 7
+            base = at_y + 4
+            while any(left < end and left + long > start and abs(base - y) < _LINE for start, end, y in written):
+                base += _LINE  # beside another point's text, one line further down
+            written.append((left, left + long, base))
+            body.append(f'<text x="{left:.1f}" y="{base:.1f}">{escape(p.text)}</text>')
     return _svg(body, HEIGHT)
 
 
@@ -220,7 +227,7 @@ def gantt(bars: Sequence[Bar], num_rows: int, *, x_label: str, y_label: str, row
             f'<rect x="{left:.1f}" y="{top:.1f}" width="{max(right - left, 0.5):.1f}" '
             f'height="{row_height * 0.85:.1f}" fill="{bar.color}"><title>{escape(bar.label)}</title></rect>'
         )
-        if bar.text and right - left > 7 * len(bar.text):
+        if bar.text and right - left > _CHARACTER * len(bar.text) + 2:
             body.append(
                 f'<text x="{(left + right) / 2:.1f}" y="{top + row_height * 0.6:.1f}" text-anchor="middle" '
                 f'style="fill:#1a1a1a">{escape(bar.text)}</text>'
