@@ -112,3 +112,21 @@ def test_the_command_line_shows_the_best_so_far_and_its_gap(
         assert gap > 0
         assert f"a100-40:4/s1 takes at most {1 + gap:.2f} times as long as the best of a100-40:4" in captured.err
         assert any(line.startswith("*") for line in captured.out.splitlines())
+
+
+def test_interrupted_while_comparing_the_grids_still_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from arena_jax.cli import main
+
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 1000)
+    monkeypatch.setenv("ARENA_JAX_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    interrupt_after(monkeypatch, 2)
+    arguments = ["plan.num_microbatches=1", "--on", "a100:2", "--compare", "dp,fsdp", "--json"]
+    code = main(["plan", "tiny.yaml", *arguments])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert code == 130
+    assert [grid["grid"] for grid in report["grids"]] == ["a100-40:2/s1", "a100-40:2/s2"]
+    assert report["interrupted"] == {"unfinished": [], "gap": {"a100-40:2": 0.0}}

@@ -111,12 +111,15 @@ def command(
     compared: list[HandWritten] | None = None
     try:
         index = search.plan(targets, constraints=constraints, num_microbatches=num_microbatches)
-        if names:
-            from arena_jax.compiler.by_hand import compare as compare_with
-
-            compared = compare_with(search, index, names, num_microbatches=num_microbatches, engine=constraints.engine)
     except SearchInterrupted as stopped:
         index, interrupted = stopped.index, True
+    if names and not interrupted:
+        from arena_jax.compiler.by_hand import compare as compare_with
+
+        try:
+            compared = compare_with(search, index, names, num_microbatches=num_microbatches, engine=constraints.engine)
+        except KeyboardInterrupt:
+            interrupted = True
     report = report_of(job, search.problem, index, compared)
     unit = job.items_per_batch[1]
     for line in table_lines(report, unit) if report["grids"] else ():
