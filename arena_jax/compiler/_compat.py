@@ -81,6 +81,11 @@ def written_at(eqn: Any) -> str:
     return str(source_info_util.summarize(eqn.source_info))
 
 
+def drop_lead(aval: Any) -> Any:
+    """The abstract value of one element of a stack."""
+    return aval.update(shape=aval.shape[1:])
+
+
 def is_key(aval: Any) -> bool:
     """Whether an abstract value is a typed PRNG key."""
     return bool(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key))

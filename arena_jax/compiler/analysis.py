@@ -2,14 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from arena_jax.compiler.cost import Hardware
 from arena_jax.compiler.coupling import couples_samples
 from arena_jax.compiler.graph import Graph, build_graph
 from arena_jax.compiler.layers import Layers, find_layers
+from arena_jax.compiler.prices import prices_of
 from arena_jax.compiler.problem import Problem
 from arena_jax.compiler.sharding import ShardingSearch
-from arena_jax.compiler.stage_cost import LayerWork, Option, layer_work
+from arena_jax.compiler.stage_cost import MeshCost, Option, StateRatios, layer_work, mesh_cost, state_ratios
 from arena_jax.compiler.trace import Trace, trace_loss
+from arena_jax.grid import Submesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +56,21 @@ class Analysis:
     layers: Layers
     shardings: ShardingSearch
     coupling: str
-    works: dict[tuple[int, int], LayerWork] = field(default_factory=dict)
+    _meshes: dict[object, MeshCost] = field(default_factory=dict)
 
-    def work(self, dp: int, tp: int) -> LayerWork:
-        """Work per layer on a ``dp x tp`` mesh, found once."""
-        if (dp, tp) not in self.works:
-            self.works[dp, tp] = layer_work(self.graph, self.layers, self.shardings.find(dp, tp))
-        return self.works[dp, tp]
+    @cached_property
+    def ratios(self) -> StateRatios:
+        return state_ratios(self.problem)
+
+    def mesh(self, hardware: Hardware, submesh: Submesh, dp: int, tp: int) -> MeshCost:
+        """Costs of all runs of layers on a submesh arranged as ``dp x tp``, under its best sharding; found once."""
+        on_cpu = hardware.device.platform == "cpu"  # whose devices share what the machine has
+        key = hardware.device.name, hardware.allocation.num_devices if on_cpu else None, submesh, dp, tp
+        if key not in self._meshes:
+            prices = prices_of(hardware, submesh, dp, tp, update_ratio=self.ratios.update)
+            work = layer_work(self.graph, self.layers, self.shardings.find(dp, tp, prices))
+            self._meshes[key] = mesh_cost(work, hardware, submesh, self.ratios, self.layers)
+        return self._meshes[key]
 
 
 def analyse(problem: Problem, trace: Trace | None = None) -> Analysis:

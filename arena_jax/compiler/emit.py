@@ -5,6 +5,8 @@ does the rest. Inside scans, rematerialised blocks and calls the equations are e
 constraints reach in; custom derivative rules are kept whole, for inlining them would lose the rule.
 """
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +23,7 @@ class Emitter:
 
     Args:
         mesh: the stage's mesh, or ``None`` to constrain nothing.
-        specs: value key (``"12:0"``, ``"12/3:0"``) -> partition spec.
+        specs: value key (``"12:0"``, ``"12/3:0"``; ``"12<1"`` is an operand) -> partition spec.
         remat_scans: recompute the bodies of outermost scans in the backward pass.
     """
 
@@ -29,7 +31,7 @@ class Emitter:
         self.mesh = mesh
         self.remat_scans = remat_scans
         self.specs = specs if mesh is not None and mesh.size > 1 else {}
-        self._prefixes = {key.rpartition(":")[0].rpartition("/")[0] for key in self.specs}
+        self._prefixes = {re.split("[:<]", key)[0].rpartition("/")[0] for key in self.specs}
         for prefix in list(self._prefixes):
             while "/" in prefix:
                 prefix = prefix.rpartition("/")[0]
@@ -42,7 +44,8 @@ class Emitter:
             return atom.val if isinstance(atom, _compat.Literal) else env[atom]
 
         for key, eqn in equations:
-            outs = self._eqn(key, eqn, [read(a) for a in eqn.invars])
+            args = [self._constrain(f"{key}<{i}", read(a)) for i, a in enumerate(eqn.invars)]
+            outs = self._eqn(key, eqn, args)
             for i, (var, value) in enumerate(zip(eqn.outvars, outs, strict=True)):
                 env[var] = self._constrain(f"{key}:{i}", value)
 
@@ -96,4 +99,14 @@ class Emitter:
         spec = self.specs.get(key)
         if spec is None or self.mesh is None:
             return value
-        return lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*spec)))
+        return lax.with_sharding_constraint(value, NamedSharding(self.mesh, self._fitting(spec, value.shape)))
+
+    def _fitting(self, spec: Spec, shape: tuple[int, ...]) -> PartitionSpec:
+        """The spec without axes that do not divide their dim: it was chosen at the size of the global batch."""
+        assert self.mesh is not None
+        sizes = dict(self.mesh.shape)
+        dims = []
+        for dim, size in zip(spec, shape, strict=False):
+            axes = (dim,) if isinstance(dim, str) else dim or ()
+            dims.append(dim if size % math.prod(sizes[a] for a in axes) == 0 else None)
+        return PartitionSpec(*dims)

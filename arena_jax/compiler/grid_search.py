@@ -9,7 +9,7 @@ from arena_jax.compiler.analysis import Analysis, Constraints
 from arena_jax.compiler.cost import Hardware, transfer_s
 from arena_jax.compiler.flops import jaxpr_flops
 from arena_jax.compiler.inter import Costs, StageChoice, best_stages, least_memory
-from arena_jax.compiler.stage_cost import MeshCost, Option, state_ratios
+from arena_jax.compiler.stage_cost import MeshCost, Option
 from arena_jax.compiler.stage_facts import stage_facts
 from arena_jax.compiler.stage_plan import make_plan
 from arena_jax.errors import counted
@@ -118,21 +118,8 @@ class _GridSearch:
 
     def _options(self, submesh: Submesh) -> list[tuple[MeshCost, Option]]:
         if submesh not in self.options:
-            analysis = self._analysis
-            optimizer, accumulator = state_ratios(analysis.problem)
-            live = np.array(analysis.layers.live_bytes, float)
             self.options[submesh] = [
-                (
-                    MeshCost(
-                        work=analysis.work(dp, tp),
-                        hardware=self._hardware,
-                        submesh=submesh,
-                        optimizer_ratio=optimizer,
-                        accumulator_ratio=accumulator,
-                        live_bytes=live,
-                    ),
-                    option,
-                )
+                (self._analysis.mesh(self._hardware, submesh, dp, tp), option)
                 for dp, tp in self._meshes(submesh)
                 for option in self._constraints.options()
                 if option.zero == 0 or dp > 1

@@ -1,24 +1,31 @@
-"""Choose how parameters are sharded over the tensor-parallel axis (first form of the intra-op search).
+"""Choose how a program is sharded on a logical mesh: the intra-op integer program.
 
-Rows go over dp. For tp every group of alike parameters (same place in repeated layers, same shape)
-picks one dim or none, greedily in program order by the cost of the whole program, which recovers
-Megatron's column-then-row pattern because a row-parallel matrix avoids the reduction that its
-column-parallel predecessor would owe. The plan-search issue replaces this by an integer program.
+Alpa, section 4: one strategy per node, least sum of node and edge costs. Nodes of repeated layers are
+tied before solving (one variable for all). The space is built once per mesh, hardware left open;
+prices turn it into an integer program, and the answer into specs and work.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
-from arena_jax.compiler import _compat
-from arena_jax.compiler.flops import HEAVY
+import numpy as np
+
+from arena_jax.compiler import work as w
+from arena_jax.compiler.engines.highs import solve_strategies
+from arena_jax.compiler.engines.problem import StrategyProblem, StrategySolution
+from arena_jax.compiler.flat import Flat, flatten
+from arena_jax.compiler.flow import Flow, flow_of
 from arena_jax.compiler.graph import Graph
-from arena_jax.compiler.problem import STATE
-from arena_jax.compiler.propagate import DP, TP, Axes, Propagator, Work
+from arena_jax.compiler.layout import Axes, Layout, MeshShape, to_axes
+from arena_jax.compiler.partition import Assignment, Partitioned, follow, partition
+from arena_jax.compiler.prices import Prices, nominal_prices
+from arena_jax.compiler.strategies import Led, Step, Strategies, reading_work, strategies_of
+from arena_jax.errors import ArenaError
 
-# Passes over all parameters; the second may revise the first, which saw only what came before.
-_SWEEPS = 2
+# Good enough to stop at, and seconds after which the best found so far is taken.
+RELATIVE_GAP = 1e-3
+TIME_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,180 +33,163 @@ class Sharding:
     """The sharding of a whole program on one logical mesh.
 
     Attributes:
-        parameters: leaf number -> axes.
-        works: per graph node, its cost for all rows.
-        specs: value key -> axes, the values to constrain.
+        parameters: leaf number -> axes; replicated leaves are absent.
+        works: ``[graph node, SIZE]`` work for all rows of the global batch.
+        specs: value key -> axes, the values to constrain: ``"12:0"`` is a result of an operation,
+            ``"12<1"`` an operand as it is read there.
         unknown: primitives without a rule, which are replicated.
+        solution: what the engine answered, its objective in seconds for one step.
     """
 
     dp: int
     tp: int
     parameters: Mapping[int, Axes]
-    works: tuple[Work, ...]
+    works: w.Floats
     specs: Mapping[str, Axes]
     unknown: tuple[str, ...]
+    solution: StrategySolution
 
 
 class ShardingSearch:
-    """Finds shardings for one graph; decisions for one tp size are shared by all dp sizes."""
+    """Finds shardings for one graph on any mesh, at any prices."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._equations = [(node.key, node.eqn) for node in graph.nodes]
-        self._leaves = {var: unit.leaf for var, unit in graph.units.items()}
-        self._stacked = _stacked_leaves(graph)
-        self._decisions: dict[int, dict[int, Axes]] = {}
-        self._found: dict[tuple[int, int], Sharding] = {}
+        self._spaces: dict[tuple[int, int], TiedSpace] = {}
+        self._found: dict[tuple[int, int, Prices], Sharding] = {}
 
-    def find(self, dp: int, tp: int) -> Sharding:
-        """The sharding for ``dp x tp``."""
-        if (dp, tp) not in self._found:
-            parameters = self._decide(tp)
-            propagator = Propagator(dp, tp)
-            works = self._run(propagator, parameters)
-            self._found[dp, tp] = Sharding(
-                dp=dp,
-                tp=tp,
-                parameters=parameters,
-                works=tuple(works),
-                specs=dict(propagator.specs),
-                unknown=tuple(propagator.unknown),
-            )
-        return self._found[dp, tp]
+    @cached_property
+    def _flat(self) -> Flat:
+        return flatten(self._graph)
 
-    def _run(self, propagator: Propagator, parameters: Mapping[int, Axes]) -> list[Work]:
+    @cached_property
+    def _flow(self) -> Flow:
         trace = self._graph.trace
-        env: dict[Any, Axes] = {}
-        params = set()
-        for var, leaf in self._leaves.items():
-            if trace.leaves[leaf].kind != STATE:
-                env[var] = parameters.get(leaf, (None,) * len(var.aval.shape))
-                params.add(var)
-        for var, has_rows in zip(trace.batch_vars, trace.batch_has_rows, strict=True):
-            if has_rows:
-                env[var] = (DP, *(None,) * (len(var.aval.shape) - 1))
-        return propagator.run(self._equations, env, params)
+        return flow_of(self._flat, trace.leaves, trace.batch_has_rows)
 
-    def _decide(self, tp: int) -> dict[int, Axes]:
-        if tp == 1:
-            return {}
-        if tp in self._decisions:
-            return self._decisions[tp]
-        propagator = Propagator(1, tp)
-        chosen: dict[int, Axes] = {}
-        best = _score(self._run(propagator, chosen), self._held(chosen, tp))
-        groups = self._groups()
-        for _ in range(_SWEEPS):
-            before = chosen
-            for group in groups:
-                winner = None
-                for axes in self._options(group[0], tp):
-                    if chosen.get(group[0]) == axes:
-                        continue
-                    trial = {k: v for k, v in chosen.items() if k not in group}
-                    if axes is not None:
-                        trial |= dict.fromkeys(group, axes)
-                    score = _score(self._run(propagator, trial), self._held(trial, tp))
-                    if score < best:
-                        best, winner = score, trial
-                chosen = winner or chosen
-            if chosen == before:
-                break
-        self._decisions[tp] = chosen
-        return chosen
+    def space(self, dp: int, tp: int) -> "TiedSpace":
+        """All shardings on ``dp x tp``."""
+        if (dp, tp) not in self._spaces:
+            trace = self._graph.trace
+            mesh = MeshShape(dp, tp)
+            found = strategies_of(self._flat, self._flow, trace.leaves, trace.batch_has_rows, mesh)
+            self._spaces[dp, tp] = TiedSpace(found, len(self._graph.nodes))
+        return self._spaces[dp, tp]
 
-    def _groups(self) -> list[list[int]]:
-        """Parameters that are decided together, in order of first use; tables that are only looked up last.
-
-        A table decides how the stream it starts lies, and should follow the products, not lead them.
-        """
-        first_use = _first_uses(self._equations, dict(self._leaves))
-        groups: dict[Any, list[int]] = {}
-        for leaf_number in sorted(first_use, key=lambda i: first_use[i]):
-            leaf = self._graph.trace.leaves[leaf_number]
-            if leaf.kind == STATE:
-                continue
-            place = re.sub(r"\d+", "#", leaf.name), leaf.shape
-            groups.setdefault(place, []).append(leaf_number)
-        return list(groups.values())
-
-    def _options(self, leaf_number: int, tp: int) -> list[Axes | None]:
-        shape = self._graph.trace.leaves[leaf_number].shape
-        first = 1 if leaf_number in self._stacked else 0
-        dims = [d for d in range(first, len(shape)) if shape[d] % tp == 0]
-        return [None, *(tuple(TP if i == d else None for i in range(len(shape))) for d in dims)]
-
-    def _held(self, parameters: Mapping[int, Axes], tp: int) -> float:
-        """Bytes of parameters one device holds."""
-        total = 0.0
-        for leaf_number, leaf in enumerate(self._graph.trace.leaves):
-            if leaf.kind != STATE:
-                total += leaf.num_bytes / (tp if TP in parameters.get(leaf_number, ()) else 1)
-        return total
+    def find(self, dp: int, tp: int, prices: Prices | None = None) -> Sharding:
+        """The best sharding for ``dp x tp`` at these prices; by default at nominal ones."""
+        prices = prices or nominal_prices()
+        key = dp, tp, prices
+        if key not in self._found:
+            space = self.space(dp, tp)
+            solution = solve_strategies(space.problem(prices), time_limit_s=TIME_LIMIT_S, relative_gap=RELATIVE_GAP)
+            if solution is None:
+                raise ArenaError(f"the sharding program of a {dp} x {tp} mesh was not solved in {TIME_LIMIT_S:g} s")
+            self._found[key] = space.sharding(solution)
+        return self._found[key]
 
 
-def _score(works: Sequence[Work], held_bytes: float) -> float:
-    """Work of one device in byte-like units: what ranks shardings of one mesh against each other.
+class TiedSpace:
+    """A space of shardings whose repeated layers share their decisions.
 
-    FLOPs weigh far more than on real hardware, for a mesh with tp > 1 is only worth listing when it
-    splits the work; meshes without tp compete with it on true costs. A byte between devices weighs
-    five bytes through memory, and an all-reduce moves twice what a gather does.
+    Args:
+        strategies: the untied space.
+        num_graph_nodes: length of the graph it came from.
     """
-    total = 4 * held_bytes
-    for work in works:
-        total += 3 * sum(work.flops.values()) / 4 + 3 * work.moved_bytes
-        for (_, kind, _), (num_bytes, _) in work.collectives.items():
-            total += 5 * num_bytes * (2 if kind == "all_reduce" else 1)
-    return total
 
+    def __init__(self, strategies: Strategies, num_graph_nodes: int, *, tie: bool = True) -> None:
+        self.strategies = strategies
+        self._num_graph_nodes = num_graph_nodes
+        numbers: dict[object, int] = {}
+        keys = [(node.group, node.strategies) if tie else i for i, node in enumerate(strategies.nodes)]
+        self._variable = [numbers.setdefault(key, len(numbers)) for key in keys]
+        self._num_variables = len(numbers)
+        self._parts: dict[object, Partitioned] = {}
 
-def _first_uses(equations: Sequence[tuple[str, Any]], leaves: dict[Any, int]) -> dict[int, tuple[bool, int]]:
-    """Leaf -> whether it is only looked up, and the order of its first product or look-up.
+    def problem(self, prices: Prices, memory_cap: float | None = None) -> StrategyProblem:
+        """The integer program at these prices; memory is that of parameters and what the backward pass reads."""
+        sizes = [0] * self._num_variables
+        for node, variable in zip(self.strategies.nodes, self._variable, strict=True):
+            sizes[variable] = len(node.strategies)
+        costs = [np.zeros(size) for size in sizes]
+        memory = [np.zeros(size) for size in sizes]
+        for node, variable in zip(self.strategies.nodes, self._variable, strict=True):
+            costs[variable] += prices.seconds(node.work) + prices.parameter_s * node.parameter_bytes
+            memory[variable] += node.parameter_bytes + node.frozen_bytes + node.work[:, w.SAVED]
+        edges: dict[tuple[int, int], np.ndarray] = {}
+        priced: dict[int, np.ndarray] = {}
+        for reading in self.strategies.readings:
+            at = id(reading.works)
+            if at not in priced:
+                priced[at] = prices.seconds(reading.works)
+            seconds = priced[at][reading.table] * reading.times
+            u, v = self._variable[reading.source], self._variable[reading.reader]
+            if u == v:
+                costs[u] += seconds.diagonal()
+            elif u < v:
+                edges[u, v] = edges[u, v] + seconds if (u, v) in edges else seconds
+            else:
+                edges[v, u] = edges[v, u] + seconds.T if (v, u) in edges else seconds.T
+        return StrategyProblem(costs=tuple(costs), memory=tuple(memory), edges=edges, memory_cap=memory_cap)
 
-    Follows casts and views of leaves into scans and calls. What no product or look-up reads (biases,
-    scales, positions that are added) has no decision of its own: it follows what it meets.
-    """
-    found: dict[int, tuple[bool, int]] = {}
-    order = 0
-
-    def walk(eqns: Sequence[Any], known: dict[Any, int]) -> None:
-        nonlocal order
-        for eqn in eqns:
-            order += 1
-            name = eqn.primitive.name
-            behind = [None if isinstance(a, _compat.Literal) else known.get(a) for a in eqn.invars]
-            if name in HEAVY or name == "gather":
-                for leaf in behind:
-                    if leaf is not None:
-                        use = (name == "gather", order)
-                        found[leaf] = min(found.get(leaf, use), use)
+    def sharding(self, solution: StrategySolution) -> Sharding:
+        """Replay the program under the choices."""
+        strategies, mesh = self.strategies, self.strategies.mesh
+        choice = [solution.choices[variable] for variable in self._variable]
+        works = w.empty(self._num_graph_nodes)
+        specs: dict[str, Axes] = {}
+        for step in strategies.steps:
+            if step.node is None:
                 continue
-            held = {leaf for leaf in behind if leaf is not None}
-            if not held:
-                continue
-            try:
-                body = _compat.inner_jaxpr(eqn)[0]
-            except KeyError:
-                body = None
-            if body is not None and len(body.invars) == len(behind):
-                walk(body.eqns, {v: leaf for v, leaf in zip(body.invars, behind, strict=True) if leaf is not None})
-            elif len(eqn.invars) == 1:
-                known.update(dict.fromkeys(eqn.outvars, held.pop()))
+            part = self._part(step, choice[step.node])
+            work = works[step.op.node]
+            work += part.work * step.op.times
+            for i, (led, target) in enumerate(zip(step.operands, part.operands, strict=True)):
+                value = step.op.operands[i]
+                if led is None or value is None:
+                    continue
+                source = _layout(led, choice)
+                if source != target:
+                    moved = reading_work(mesh, value, source, target, step.needs_gradient[i], step.is_parameter[i])
+                    work += moved * step.op.times
+            if step.decides and step.op.can_constrain and step.op.rule is not None:
+                specs.update(_specs(step, part))
+        parameters = {leaf: led.layouts[choice[led.node]] for leaf, led in strategies.leaves.items()}
+        return Sharding(
+            dp=mesh.dp,
+            tp=mesh.tp,
+            parameters={leaf: to_axes(layout) for leaf, layout in parameters.items() if any(layout)},
+            works=works,
+            specs=specs,
+            unknown=tuple(strategies.unknown),
+            solution=solution,
+        )
 
-    walk([eqn for _, eqn in equations], leaves)
-    return found
+    def _part(self, step: Step, choice: int) -> Partitioned:
+        op, mesh = step.op, self.strategies.mesh
+        assert step.node is not None
+        assignment: Assignment
+        if step.decides:
+            assignment = self.strategies.nodes[step.node].strategies[choice]  # type: ignore[assignment]
+        else:
+            led = step.operands[step.leader]
+            assert led is not None
+            assert op.rule is not None
+            assignment = follow(op.rule, step.leader, led.layouts[choice], mesh)
+        key = op.signature, assignment, step.needs_gradient, step.is_parameter
+        if key not in self._parts:
+            self._parts[key] = partition(op, assignment, mesh, step.needs_gradient, step.is_parameter)
+        return self._parts[key]
 
 
-def _stacked_leaves(graph: Graph) -> set[int]:
-    """Leaves that a scan slices: their first dim is the layer and is never sharded."""
-    producers = {var: node.eqn for node in graph.nodes for var in node.eqn.outvars}
-    found: set[int] = set()
-    for node in graph.nodes:
-        if node.eqn.primitive.name != "scan":
-            continue
-        for atom in node.eqn.invars[sum(_compat.scan_sizes(node.eqn)) :]:
-            while atom in producers and producers[atom].primitive.name == "convert_element_type":
-                atom = producers[atom].invars[0]
-            if not isinstance(atom, _compat.Literal) and atom in graph.units:
-                found.add(graph.units[atom].leaf)
+def _layout(led: Led, choice: Sequence[int]) -> Layout:
+    return led.layouts[choice[led.node]]
+
+
+def _specs(step: Step, part: Partitioned) -> dict[str, Axes]:
+    """Layouts of a deciding operation: what it reads, and what it gives."""
+    found = {f"{step.op.key}:{k}": to_axes(layout) for k, layout in enumerate(part.results) if layout}
+    for i, (led, layout) in enumerate(zip(step.operands, part.operands, strict=True)):
+        if led is not None and layout:
+            found[f"{step.op.key}<{i}"] = to_axes(layout)
     return found

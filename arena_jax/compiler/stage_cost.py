@@ -5,6 +5,7 @@ that any number of microbatches and any run of layers is a sum over prefixes.
 """
 
 import itertools
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,14 +14,16 @@ import jax
 import numpy as np
 
 from arena_jax.compiler import _compat
+from arena_jax.compiler import work as w
 from arena_jax.compiler.cost import Hardware, Link, links_of
 from arena_jax.compiler.graph import Graph
 from arena_jax.compiler.layers import Layers
+from arena_jax.compiler.layout import Axes
 from arena_jax.compiler.problem import PARAMS, STATE, Problem
-from arena_jax.compiler.propagate import DP, Work
 from arena_jax.compiler.sharding import Sharding
 from arena_jax.grid import Submesh
 
+DP, TP = w.AXES
 # A backward pass computes two products for every one of the forward pass.
 _BACKWARD = 2.0
 Floats = np.ndarray
@@ -28,30 +31,32 @@ Floats = np.ndarray
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
-    """Work of every layer on one mesh shape, hardware left open; arrays are indexed by layer.
+    """Work of every layer on one mesh shape; arrays are indexed by layer.
 
     Attributes:
-        works: summed work of each layer, for all rows of the global batch.
-        parameter_bytes: bytes of trainable parameters one device holds.
+        works: ``[layer, SIZE]`` work of each layer, for all rows of the global batch.
+        parameter_bytes: bytes of trainable parameters one device holds, those that dp shards apart.
+        spread_bytes: bytes of trainable parameters that are sharded over dp by themselves (experts).
         frozen_bytes: bytes of frozen parameters one device holds.
     """
 
     sharding: Sharding
-    works: tuple[Work, ...]
+    works: Floats
     parameter_bytes: Floats
+    spread_bytes: Floats
     frozen_bytes: Floats
 
 
 def layer_work(graph: Graph, layers: Layers, sharding: Sharding) -> LayerWork:
     """Sum nodes into layers; a scan that spans layers is shared out by iterations."""
     shares = _node_shares(graph, layers)
-    works = [Work() for _ in range(layers.num_layers)]
+    works = w.empty(layers.num_layers)
     first_layer: dict[int, dict[int, float]] = {}
     # Casts and views of parameters may stand far from their use: the layer that uses one holds it.
     leaves_of: dict[Any, set[int]] = {var: {unit.leaf} for var, unit in graph.units.items()}
     for index, node in enumerate(graph.nodes):
         for layer, share in shares[index]:
-            works[layer].merge(sharding.works[index], share)
+            works[layer] += sharding.works[index] * share
         used: set[int] = set()
         for atom in node.eqn.invars:
             if not isinstance(atom, _compat.Literal):
@@ -61,15 +66,22 @@ def layer_work(graph: Graph, layers: Layers, sharding: Sharding) -> LayerWork:
                 first_layer.setdefault(leaf_number, dict(shares[index]))
         elif used:
             leaves_of.update(dict.fromkeys(node.eqn.outvars, used))
-    held = np.zeros((2, layers.num_layers))
+    held = np.zeros((3, layers.num_layers))
     for leaf_number, leaf in enumerate(graph.trace.leaves):
         if leaf.kind == STATE:
             continue
-        split = sharding.tp if "tp" in sharding.parameters.get(leaf_number, ()) else 1
-        row = 0 if leaf.kind == PARAMS else 1
+        used_axes = _axes_of(sharding.parameters.get(leaf_number, ()))
+        split = math.prod(size for axis, size in ((DP, sharding.dp), (TP, sharding.tp)) if axis in used_axes)
+        row = 2 if leaf.kind != PARAMS else int(DP in used_axes)
         for layer, share in first_layer.get(leaf_number, {0: 1.0}).items():
             held[row, layer] += leaf.num_bytes / split * share
-    return LayerWork(sharding=sharding, works=tuple(works), parameter_bytes=held[0], frozen_bytes=held[1])
+    return LayerWork(
+        sharding=sharding, works=works, parameter_bytes=held[0], spread_bytes=held[1], frozen_bytes=held[2]
+    )
+
+
+def _axes_of(axes: Axes) -> set[str]:
+    return {name for dim in axes for name in ((dim,) if isinstance(dim, str) else dim or ())}
 
 
 def _node_shares(graph: Graph, layers: Layers) -> list[list[tuple[int, float]]]:
@@ -126,60 +138,96 @@ class MeshCost:
     @cached_property
     def _links(self) -> dict[str, Link]:
         dp, tp = links_of(self.hardware, self.submesh, self.dp, self.tp)
-        return {"dp": dp, "tp": tp}
+        return {DP: dp, TP: tp}
 
     @cached_property
-    def _forward(self) -> tuple[Floats, Floats, Floats, Floats]:
-        """Per layer: compute seconds that scale and that do not, communication seconds likewise."""
-        return self._per_layer(backward=False)
+    def _compute(self) -> tuple[Floats, Floats]:
+        """Per layer, seconds of a forward pass that scale with rows and that do not."""
+        works = self.work.works
+        scaling = self.hardware.memory_s(works[:, w.MOVED])
+        for dtype in w.DTYPES:
+            scaling = scaling + self.hardware.compute_s(works[:, w.flops_at(dtype)], dtype)
+        # A count is of forward and backward passes together, of three parts.
+        return scaling, works[:, w.NUM_OPS] / 3 * self.hardware.launch_s
 
-    @cached_property
-    def _backward(self) -> tuple[Floats, Floats, Floats, Floats]:
-        return self._per_layer(backward=True)
-
-    def _per_layer(self, *, backward: bool) -> tuple[Floats, Floats, Floats, Floats]:
-        out = np.zeros((4, len(self.work.works)))
-        times = _BACKWARD if backward else 1.0
-        for layer, work in enumerate(self.work.works):
-            flops_s = sum(self.hardware.compute_s(f, dtype) for dtype, f in work.flops.items())
-            out[0, layer] = times * (flops_s + self.hardware.memory_s(work.moved_bytes))
-            out[1, layer] = times * work.num_ops / 3 * self.hardware.launch_s
-            for (axis, kind, is_backward), (num_bytes, count) in work.collectives.items():
-                if is_backward != backward:
-                    continue
-                link = self._links[axis]
+    def _communication(self, phase: str) -> tuple[Floats, Floats]:
+        """Per layer, seconds of a phase's collectives that scale with bytes and that do not."""
+        scaling, fixed = np.zeros(len(self.work.works)), np.zeros(len(self.work.works))
+        for axis, link in self._links.items():
+            for kind in w.KINDS:
+                at = w.collective_at(axis, kind, phase)
+                num_bytes, counts = self.work.works[:, at], self.work.works[:, at + 1]
                 seconds = getattr(link, f"{kind}_s")
-                latency = seconds(0.0) * count
-                out[2, layer] += seconds(num_bytes) - seconds(0.0)
-                out[3, layer] += latency
-        return out[0], out[1], out[2], out[3]
+                start_s = seconds(0.0)
+                scaling += seconds(num_bytes) - start_s
+                fixed += counts * start_s
+        return scaling, fixed
+
+    @cached_property
+    def _passes(self) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+        return self._communication(w.FORWARD), self._communication(w.BACKWARD)
+
+    @cached_property
+    def _gradients_s(self) -> Floats:
+        """Per layer, seconds to reduce the gradients of its parameters once; they are reduced together."""
+        return self._communication(w.GRADIENT)[0]
+
+    @cached_property
+    def _largest_saved(self) -> Floats:
+        """``[first, last]`` most bytes that one layer of the run keeps for its backward pass."""
+        saved = self.work.works[:, w.SAVED]
+        largest = np.zeros((len(saved), len(saved)))
+        for first in range(len(saved)):
+            largest[first, first:] = np.maximum.accumulate(saved[first:])
+        return largest
 
     def _prefix(self, per_layer: Floats) -> Floats:
         """``[first, last]`` sums over runs of layers; meaningless below the diagonal."""
         total = np.concatenate([[0.0], np.cumsum(per_layer)])
         return total[None, 1:] - total[:-1, None]
 
+    @cached_property
+    def _known(self) -> dict[object, Any]:
+        return {}
+
     def step_parts(self, num_microbatches: int, option: Option) -> tuple[Floats, Floats, Floats]:
         """Compute and communication seconds of one microbatch, and seconds once a step, per run of layers."""
-        forward, backward = self._forward, self._backward
-        again = 1.0 if option.remat else 0.0
-        m = num_microbatches
-        compute = (1 + again) * (forward[0] / m + forward[1]) + backward[0] / m + backward[1]
-        communication = (1 + again) * (forward[2] / m + forward[3]) + backward[2] / m + backward[3]
-        dp = self._links[DP]
-        held = self.work.parameter_bytes
-        if option.zero == 3:
-            communication = communication + 2 * np.array([dp.all_gather_s(b) for b in held])
-        sync = np.array([dp.all_reduce_s(b) for b in held])
-        if option.zero in (1, 2):  # updated shards are gathered again
-            sync = sync + np.array([dp.all_gather_s(b) for b in held])
-        share = self.dp if option.zero else 1
-        updated = held * (2 + 2 * self.optimizer_ratio + self.accumulator_ratio) / share
-        update = np.array([self.hardware.memory_s(b) for b in updated])
-        return self._prefix(compute), self._prefix(communication), self._prefix(sync + update)
+        key = num_microbatches, option
+        if key not in self._known:
+            self._known[key] = self._step_parts(num_microbatches, option)
+        parts: tuple[Floats, Floats, Floats] = self._known[key]
+        return parts
 
     def memory(self, num_microbatches: int, in_flight: int, option: Option) -> Floats:
         """Peak bytes of one device per run of layers."""
+        key = num_microbatches, in_flight, option
+        if key not in self._known:
+            self._known[key] = self._memory(num_microbatches, in_flight, option)
+        peak: Floats = self._known[key]
+        return peak
+
+    def _step_parts(self, num_microbatches: int, option: Option) -> tuple[Floats, Floats, Floats]:
+        """Gradients are reduced over dp in every microbatch: XLA does not move the reduction out of the
+        loop, nor can a program per microbatch.
+        """
+        (scaling, fixed), (forward, backward) = self._compute, self._passes
+        passes = 2.0 if option.remat else 1.0
+        m = num_microbatches
+        compute = (passes + _BACKWARD) * (scaling / m + fixed)
+        communication = passes * (forward[0] / m + forward[1]) + backward[0] / m + backward[1] + self._gradients_s
+        dp = self._links[DP]
+        held = self.work.parameter_bytes
+        if option.zero == 3:
+            communication = communication + 2 * np.asarray(dp.all_gather_s(held))
+        sync = np.zeros_like(held)
+        if option.zero in (1, 2):  # updated shards are gathered again
+            sync = sync + np.asarray(dp.all_gather_s(held))
+        share = self.dp if option.zero else 1
+        updated = (held / share + self.work.spread_bytes) * (2 + 2 * self.optimizer_ratio + self.accumulator_ratio)
+        update = self.hardware.memory_s(updated)
+        return self._prefix(compute), self._prefix(communication), self._prefix(sync + update)
+
+    def _memory(self, num_microbatches: int, in_flight: int, option: Option) -> Floats:
         dp = self.dp
         held = self.work.parameter_bytes
         parameters = held / (dp if option.zero == 3 else 1)
@@ -187,18 +235,40 @@ class MeshCost:
         optimizer = held * self.optimizer_ratio / (dp if option.zero >= 1 else 1)
         # The gradients of one microbatch exist beside their sums.
         passing = held / (dp if option.zero >= 2 else 1)
-        static = parameters + gradients + optimizer + passing + self.work.frozen_bytes
-        saved = np.array([w.saved_bytes for w in self.work.works]) / num_microbatches
+        spread = self.work.spread_bytes * (2 + self.accumulator_ratio + self.optimizer_ratio)
+        static = parameters + gradients + optimizer + passing + spread + self.work.frozen_bytes
+        saved = self.work.works[:, w.SAVED] / num_microbatches
         if not option.remat:
             return self._prefix(static + saved * in_flight)
         inputs = self.live_bytes / (self.dp * num_microbatches)
-        count = len(saved)
-        largest = np.array([[saved[i : j + 1].max() if j >= i else 0.0 for j in range(count)] for i in range(count)])
-        return self._prefix(static + inputs * in_flight) + largest
+        return self._prefix(static + inputs * in_flight) + self._largest_saved / num_microbatches
 
 
-def state_ratios(problem: Problem) -> tuple[float, float]:
+def mesh_cost(work: LayerWork, hardware: Hardware, submesh: Submesh, ratios: "StateRatios", layers: Layers) -> MeshCost:
+    return MeshCost(
+        work=work,
+        hardware=hardware,
+        submesh=submesh,
+        optimizer_ratio=ratios.optimizer,
+        accumulator_ratio=ratios.accumulator,
+        live_bytes=np.array(layers.live_bytes, float),
+    )
+
+
+@dataclass(frozen=True)
+class StateRatios:
     """Bytes of optimizer state, and of gradient accumulators, per byte of trainable parameters."""
+
+    optimizer: float
+    accumulator: float
+
+    @property
+    def update(self) -> float:
+        """Bytes that the optimizer's update moves per byte of parameters."""
+        return 2 + 2 * self.optimizer + self.accumulator
+
+
+def state_ratios(problem: Problem) -> StateRatios:
     state = sum(int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(problem.optimizer_struct))
     params = problem.of_kind(PARAMS)
     held = sum(leaf.num_bytes for leaf in params)
@@ -206,4 +276,4 @@ def state_ratios(problem: Problem) -> tuple[float, float]:
         leaf.num_bytes // np.dtype(leaf.dtype).itemsize * np.dtype(problem.accumulation_dtype(leaf.dtype)).itemsize
         for leaf in params
     )
-    return state / max(held, 1), wide / max(held, 1)
+    return StateRatios(state / max(held, 1), wide / max(held, 1))

@@ -1,13 +1,14 @@
 """Write a search's choices down as a plan: the specs of the parameters and values of every stage."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from arena_jax.compiler.analysis import Analysis
 from arena_jax.compiler.inter import StageChoice
 from arena_jax.compiler.layers import Layers
+from arena_jax.compiler.layout import Axes
 from arena_jax.compiler.problem import PARAMS
-from arena_jax.compiler.propagate import Axes
 from arena_jax.compiler.sharding import Sharding
 from arena_jax.compiler.stage_cost import MeshCost, Option
 from arena_jax.grid import GridShape, Plan, Spec, StagePlan, Submesh, zero_spec
@@ -48,7 +49,7 @@ def stage_plan(
     activations = {}
     if sharding.dp * sharding.tp > 1:
         for key, axes in sharding.specs.items():
-            if first <= int(key.partition("/")[0].partition(":")[0]) <= last:
+            if first <= _node_of(key) <= last:
                 activations[key] = _spec(axes)
     parameters: dict[str, Spec] = {}
     for leaf_number, axes in sharding.parameters.items():
@@ -95,6 +96,13 @@ def _used_leaves(analysis: Analysis, first: int, last: int) -> set[str]:
         elif atom in producers and not producers[atom].placed:
             pending.extend(producers[atom].eqn.invars)
     return found
+
+
+def _node_of(key: str) -> int:
+    """The equation of the trace that a key is in."""
+    match = re.match(r"\d+", key)
+    assert match is not None
+    return int(match[0])
 
 
 def _spec(axes: Axes) -> Spec:
