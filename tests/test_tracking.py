@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from arena_jax.cli.app import main
 from arena_jax.errors import ArenaError
 from arena_jax.events import EventLog, read_events
 from arena_jax.tracking import STATE_FILE_NAME, MLflowTracker, Sink, stored_state, sync
@@ -337,3 +338,41 @@ def test_metrics_of_a_step_have_legal_names_and_numbers_only():
     event = {"kind": "step", "loss": "nan", "metrics": {"top 1 %": 0.5, "text": "no", "flag": True}, "rate": None}
     named = dict(metrics_of(event))
     assert set(named) == {"loss", "top 1 _"}
+
+
+SIMULATED = {
+    "cluster.toml": '[[nodes]]\ntype = "a100"\ncount = 1\ndevices = 4\n',
+    "profiles.csv": "family,params,global_batch,gpu,nodes,gpus_per_node,seconds\nbert,1B,8,a100,1,4,1.0\n",
+    "trace.csv": "id,arrival_s,num_steps,model,global_batch,device_type,num_devices\nA,0,60,bert__1B,8,a100,4\n",
+}
+
+
+def simulate_tracked(folder, uri):
+    for name, text in SIMULATED.items():
+        (folder / name).write_text(text)
+    paths = [str(folder / name) for name in ("trace.csv", "cluster.toml", "profiles.csv")]
+    args = ["--policy", "fcfs", "--policy", "srtf", "--report", str(folder / "r.html"), "--track", uri]
+    return main(["simulate", paths[0], "--cluster", paths[1], "--profiles", paths[2], "--workers", "1", *args])
+
+
+def test_simulations_are_tracked_one_run_each(tmp_path, store, capsys):
+    assert simulate_tracked(tmp_path, store) == 0
+    assert "mlflow ui --backend-store-uri" in capsys.readouterr().err
+    client, runs, _ = runs_of(store, "arena-jax simulate")
+    assert {run.info.run_name for run in runs} == {"fcfs seed 0", "srtf seed 0"}
+    for run in runs:
+        assert run.info.status == "FINISHED"
+        assert run.data.metrics["mean_jct_s"] == 100.0
+        assert run.data.metrics["decision_s_mean"] > 0
+        assert run.data.params["policy"] == run.info.run_name.split()[0]
+        assert run.data.params["restart_s"] == "40.0"
+        assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["r.html"]
+
+
+def test_a_tracker_that_is_down_is_an_error_of_one_line(tmp_path, capsys):
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # bound and not listening: refused
+        assert simulate_tracked(tmp_path, f"http://127.0.0.1:{held.getsockname()[1]}") == 1
+    err = capsys.readouterr().err
+    assert "did not take the simulations" in err
+    assert "Traceback" not in err

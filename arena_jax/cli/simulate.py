@@ -10,21 +10,6 @@ from arena_jax.cli import console
 if TYPE_CHECKING:
     from arena_jax.scheduler import Result, Scenario
 
-# What the printed table shows of each policy.
-_SHOWN = (
-    ("mean_jct_s", "mean JCT s"),
-    ("median_jct_s", "median s"),
-    ("p99_jct_s", "p99 s"),
-    ("mean_queue_s", "queue s"),
-    ("mean_slowdown", "slowdown"),
-    ("worst_slowdown", "worst"),
-    ("restarts_per_job", "restarts"),
-    ("samples_per_s", "samples/s"),
-    ("device_hours", "device-h"),
-    ("cost_dollars", "dollars"),
-    ("deadline_misses", "misses"),
-)
-
 
 def complete_policy(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Policy names that begin with what was typed."""
@@ -112,7 +97,8 @@ def command(
     trace: str, clusters: tuple[str, ...], as_json: bool, report: str | None, track: str | None, **options: Any
 ) -> None:
     """Run scheduling policies on the job TRACE, to completion."""
-    from arena_jax.errors import UsageError
+    from arena_jax.cli import simulate_table
+    from arena_jax.errors import UsageError, counted
     from arena_jax.scheduler import interval_bound_s, isolated_bound_s, make_policy, summary, write_report
     from arena_jax.scheduler.metrics import over_seeds
 
@@ -126,9 +112,9 @@ def command(
     for path in clusters:
         scenarios = [_scenario(trace, path, seed, options) for seed in seeds]
         results = _run(scenarios, policies, options["workers"])
-        workload = results[policies[0]][0].workload
         bound = interval_bound_s if options["bound"] == "interval" else isolated_bound_s
-        bound_s = bound(workload, options["restart_s"])
+        bounds = [bound(run.workload, options["restart_s"]) for run in results[policies[0]]]
+        bound_s = sum(bounds) / len(bounds)
         merged = {name: over_seeds([summary(run) for run in runs]) for name, runs in results.items()}
         if len(seeds) > 1:
             for name, runs in results.items():
@@ -136,16 +122,24 @@ def command(
         answer[Path(path).stem] = {"policies": merged, "lower_bound_s": bound_s}
         if report is not None:
             target = report if len(clusters) == 1 else str(Path(report).with_suffix("")) + f"-{Path(path).stem}.html"
-            write_report(target, results, title=f"{Path(trace).name} on {Path(path).stem}", bound_s=bound_s)
+            write_report(target, results, title=f"{Path(trace).name} on {Path(path).name}", bound_s=bound_s)
             console.note(f"report: {target}")
+        else:
+            target = None
         if track is not None:
-            _track(track, results, {"trace": Path(trace).name, "cluster": Path(path).stem, **options}, seeds, report)
+            _track(track, results, {"trace": Path(trace).name, "cluster": Path(path).stem, **options}, seeds, target)
     if as_json:
         first = answer[Path(clusters[0]).stem]
         console.emit_json({**first, "clusters": answer} if len(clusters) > 1 else first)
     else:
-        for name, part in answer.items():
-            _print(name, part)
+        over = f", means over {len(seeds)} seeds" if len(seeds) > 1 else ""
+        for number, (path, part) in enumerate(zip(clusters, answer.values(), strict=True)):
+            if number:
+                console.data()
+            jobs = counted(next(iter(part["policies"].values()))["num_jobs"], "job")
+            console.data(f"{Path(path).name}: {jobs}{over}; lower bound on the mean JCT {part['lower_bound_s']:,.0f} s")
+            for line in simulate_table.lines(part["policies"]):
+                console.data(line)
 
 
 def _scenario(trace: str, cluster_path: str, seed: int, options: dict[str, Any]) -> "Scenario":
@@ -203,40 +197,29 @@ def _run(scenarios: "list[Scenario]", policies: list[str], workers: int) -> "dic
     return {name: [done[i * per + s] for s in range(per)] for i, name in enumerate(policies)}
 
 
-def _print(cluster: str, part: dict[str, Any]) -> None:
-    rows = [["policy", *(title for _, title in _SHOWN)]]
-    for name, metrics in part["policies"].items():
-        rows.append([name, *(_cell(metrics[key]) for key, _ in _SHOWN)])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    console.data(f"cluster {cluster}: lower bound on the mean completion time {part['lower_bound_s']:,.0f} s")
-    for row in rows:
-        cells = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-        console.data("  ".join([row[0].ljust(widths[0]), *cells]))
-
-
-def _cell(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 def _track(
     uri: str, results: "dict[str, list[Result]]", params: dict[str, Any], seeds: list[int], report: str | None
 ) -> None:
     """One MLflow run per simulation, with its metrics and the report."""
-    import mlflow
-
+    from arena_jax.errors import ArenaError
     from arena_jax.scheduler import summary
+    from arena_jax.tracking import MLflowTracker, short_reason
 
-    mlflow.set_tracking_uri(uri)
-    mlflow.set_experiment("arena-jax simulate")
-    for name, runs in results.items():
-        for seed, run in zip(seeds, runs, strict=True):
-            metrics = summary(run)
-            metrics |= {f"decision_s_{key}": value for key, value in metrics.pop("decision_s").items()}
-            with mlflow.start_run(run_name=f"{name} seed {seed}"):
-                kept = {k: v for k, v in params.items() if k not in ("policies", "seeds")}
-                mlflow.log_params({**kept, "policy": name, "seed": seed})
-                mlflow.log_metrics({key: float(value) for key, value in metrics.items() if value is not None})
-                if report is not None and Path(report).exists():
-                    mlflow.log_artifact(report)
+    tracker = MLflowTracker(uri, experiment="arena-jax simulate")
+    kept = {key: value for key, value in params.items() if key not in ("policies", "seeds")}
+    try:
+        for name, runs in results.items():
+            for seed, run in zip(seeds, runs, strict=True):
+                metrics = summary(run)
+                metrics |= {f"decision_s_{key}": value for key, value in metrics.pop("decision_s").items()}
+                tracker.log_run(
+                    f"{name} seed {seed}", {**kept, "policy": name, "seed": seed}, metrics, [report] if report else []
+                )
+    except ArenaError:
+        raise
+    except Exception as error:  # mlflow's, requests' and SQLAlchemy's errors have no common base
+        raise ArenaError(
+            f"{tracker.uri} did not take the simulations: {short_reason(error)}",
+            hint="run again when the server is up, or name another with --track",
+        ) from error
+    console.note(f"tracked; to look at the runs: {tracker.how_to_open()}")

@@ -10,11 +10,11 @@ from arena_jax.errors import UsageError
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --rule: #d8d8d8; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --paper: #161616; --rule: #3a3a3a; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1100px;
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1200px;
        margin: 2rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; } h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; overflow-wrap: normal; }
-th, td { padding: 3px 9px; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+th, td { padding: 3px 7px; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 th:first-child, td:first-child, .left { text-align: left; } td small { opacity: .65; } .best { font-weight: 700; }
 svg { width: 100%; max-width: 860px; min-width: 560px; height: auto; display: block; }
 svg text { font-size: 11px; fill: var(--ink); }

@@ -22,6 +22,16 @@ _DECADES = 20.0
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7a7a7a", "#b22222", "#4b0082")
 
 
+# Seconds at which people read clocks, for the ticks of time axes.
+_ROUND_TIMES = (
+    *(m * 10.0**e for e in range(-6, 0) for m in (1, 2, 5)),
+    *(1.0, 2.0, 5.0, 10.0, 20.0, 30.0),
+    *(60.0 * m for m in (1, 2, 5, 10, 20, 30)),
+    *(3600.0 * h for h in (1, 2, 3, 6, 12)),
+    *(86400.0 * d for d in (1, 2, 5, 10, 20, 50, 100)),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Series:
     """One named line: ``y`` holds from each ``x`` to the next."""
@@ -246,12 +256,13 @@ def legend(colors: Mapping[str, str]) -> str:
 def duration(seconds: float) -> str:
     """Seconds as people write them: ``90 s``, ``2.5 h``."""
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
-        if abs(seconds) >= size * (1.5 if unit != "s" else 1.0):
+        if abs(seconds) >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e3:.3g} ms" if seconds else "0"
 
 
 def _svg(body: Sequence[str], height: int) -> str:
+    # Scrolled rather than shrunk on a narrow screen: the labels have to stay legible.
     return f'<div class="scroll"><svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(body)}</svg></div>'
 
 
@@ -259,10 +270,11 @@ def _x_axis(low: float, high: float, log: bool) -> tuple[Callable[[float], float
     span = WIDTH - _LEFT - _RIGHT
     if log:
         first, last = math.log10(low), math.log10(max(high, low * 1.001))
-        ticks = [10.0**e for e in range(math.ceil(first), math.floor(last) + 1)] or [low]
+        ticks = [t for t in _ROUND_TIMES if low <= t <= high] or [low]
+        ticks = ticks[:: -(-len(ticks) // 8)]
         return lambda x: _LEFT + span * (math.log10(max(x, low)) - first) / max(last - first, 1e-9), ticks
     width = max(high - low, 1e-9)
-    return lambda x: _LEFT + span * (x - low) / width, _ticks(low, high)
+    return lambda x: _LEFT + span * (x - low) / width, _time_ticks(low, high)
 
 
 def _y_axis(top: float) -> Callable[[float], float]:
@@ -327,6 +339,17 @@ def _ticks(low: float, high: float, about: int = 6) -> list[float]:
     size = next(m * power for m in (1, 2, 5, 10) if m * power >= raw)
     first = math.ceil(low / size)
     return [i * size for i in range(first, math.floor(high / size + 1e-9) + 1)]
+
+
+def _time_ticks(low: float, high: float, about: int = 6) -> list[float]:
+    """Ticks at round times: 15 min, 1 h, 6 h."""
+    raw = (high - low) / about
+    if raw <= 0:
+        return [low]
+    size = next((t for t in _ROUND_TIMES if t >= raw), None)
+    if size is None:
+        return _ticks(low, high, about)
+    return [i * size for i in range(math.ceil(low / size), math.floor(high / size + 1e-9) + 1)]
 
 
 def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -17,6 +17,8 @@ def summary(result: Result) -> dict[str, Any]:
     charge = result.start_charge_s
     isolated = workload.isolated_s + charge
     slowdown = jct / isolated[done]
+    queue = jct - result.run_s[done]
+    queue[np.abs(queue) < 1e-6] = 0.0  # what is left of adding up stretches
     rho = finish_time_fairness(result)[done]
     times, samples = throughput(result)
     began = float(workload.arrival_s.min()) if len(workload.jobs) else 0.0
@@ -38,7 +40,7 @@ def summary(result: Result) -> dict[str, Any]:
         "worst_rho": _of(np.max, rho),
         "deadline_misses": deadline_misses(result),
         "makespan_s": span if done.all() else None,
-        "mean_queue_s": _of(np.mean, jct - result.run_s[done]),
+        "mean_queue_s": _of(np.mean, queue),
         "device_hours": float(result.device_s.sum()) / 3600.0,
         "cost_dollars": cost_dollars(result),
         "restarts_per_job": _of(np.mean, result.num_restarts[result.state != 0]),

@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -96,6 +97,25 @@ class MLflowTracker:
 
     def close(self) -> None:
         """Nothing is held open."""
+
+    def log_run(
+        self, name: str, params: Mapping[str, Any], metrics: Mapping[str, float | None], artifacts: Sequence[str] = ()
+    ) -> None:
+        """Log something finished, which is no training, as one run: a metric that is ``None`` is left out."""
+        from mlflow.entities import Metric, Param
+
+        client, now = self.connect(), int(1000 * time.time())
+        self.state.setdefault("experiment_id", self._experiment_id())
+        run = client.create_run(self.state["experiment_id"], run_name=name).info.run_id
+        values = [(_key(key), _number(value)) for key, value in metrics.items()]
+        client.log_batch(
+            run,
+            metrics=[Metric(key, value, now, 0) for key, value in values if value is not None],
+            params=[Param(key, _text(value)) for key, value in _flat(params)],
+        )
+        for artifact in artifacts:
+            client.log_artifact(run, artifact)
+        client.set_terminated(run)
 
     def how_to_open(self) -> str:
         """The command or address that shows this run."""

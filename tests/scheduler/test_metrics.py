@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from arena_jax.errors import UsageError
+from arena_jax.page import svg
 from arena_jax.scheduler import summary, write_report
 from arena_jax.scheduler.metrics import confidence, devices_in_use, finish_time_fairness, over_seeds, throughput
 from arena_jax.scheduler.policies import Arena, Fcfs, Srtf
@@ -121,6 +122,13 @@ def test_the_report_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
         assert part in text
     assert len(re.findall("<svg", text)) == 8
     assert [p.name for p in path.parent.iterdir()] == ["report.html"]
+
+
+def test_time_axes_have_round_ticks() -> None:
+    assert svg._time_ticks(0.0, 30 * 3600.0) == [0.0, 6 * 3600.0, 12 * 3600.0, 18 * 3600.0, 86400.0, 30 * 3600.0]
+    assert [svg.duration(t) for t in svg._time_ticks(100.0, 8000.0)] == ["30 min", "1 h", "1.5 h", "2 h"]
+    assert len(svg._time_ticks(0.0, 4e8)) <= 8
+    assert svg._time_ticks(5.0, 5.0) == [5.0]
 
 
 def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from arena_jax.cli import simulate_table
 from arena_jax.cli.app import main
 
 PROMISED = {
@@ -90,11 +91,48 @@ def test_a_log_without_models_has_them_drawn(files: Path, capsys: pytest.Capture
 
 
 def test_the_table_is_for_people(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["--cluster", str(files / "now.toml"), "--profiles", str(files / "profiles.csv")]
+    args = ["--cluster", str(files / "now.toml"), "--profiles", str(files / "profiles.csv"), "--policy", "fcfs"]
+    assert main(["simulate", str(files / "trace.csv"), *args]) == 0
+    head, titles, fcfs = capsys.readouterr().out.splitlines()
+    assert head == "now.toml: 6 jobs; lower bound on the mean JCT 140 s"
+    # Two jobs of two devices at a time, 40 + 125 s each: they end at 165, 175, 330, 340, 495 and 505 s.
+    cells = dict(zip(titles.replace("JCT s", "JCT").replace(" s ", " ").split()[1:], fcfs.split()[1:], strict=False))
+    assert cells["mean"] == f"{(165 + 175 + 330 + 340 + 495 + 505) / 6 - 25:.0f}"
+    assert "misses" not in titles
+    assert "waiting" not in titles
+
+
+def test_both_clusters_are_shown_and_what_did_not_end(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--cluster", str(files / "now.toml"), "--cluster", str(files / "plus4.toml"), "--workers", "2"]
+    args += ["--profiles", str(files / "profiles.csv"), "--seed", "0", "--seed", "1", "--horizon-s", "200"]
     assert main(["simulate", str(files / "trace.csv"), *args]) == 0
     out = capsys.readouterr().out
-    assert "lower bound" in out
-    assert "arena" in out
+    assert "now.toml: 6 jobs, means over 2 seeds" in out
+    assert "plus4.toml: 6 jobs, means over 2 seeds" in out
+    assert out.count("finished") == 2
+
+
+METRICS = {key: 12345.678 for key, _ in simulate_table._SHOWN} | {"finished": 3, "num_jobs": 3, "mean_queue_s": 1e-13}
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120, 200])
+def test_the_table_fits_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    policies = {"arena": METRICS, "gavel-throughput@paper": METRICS | {"cost_dollars": None, "running": 0}}
+    shown = list(simulate_table.lines(policies))
+    assert max(map(len, shown)) <= columns
+    blocks = "\n".join(shown).split("\n\n")
+    assert all(len(block.splitlines()) == 3 for block in blocks)
+    assert (len(blocks) == 1) == (columns == 200)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
+    whole = list(simulate_table.lines(policies))
+    assert len(whole) == 3
+    # Whatever the width, the same cells in the same order.
+    assert [cell for row in (0, 1, 2) for block in blocks for cell in block.splitlines()[row].split()[1:]] == [
+        cell for line in whole for cell in line.split()[1:]
+    ]
+    assert whole[1].split()[4] == "0"
 
 
 @pytest.mark.parametrize(

@@ -7,32 +7,35 @@ from typing import Any
 
 import numpy as np
 
+from arena_jax.errors import counted
 from arena_jax.page import svg
 from arena_jax.page.document import document, folded, table, write_file
 from arena_jax.scheduler.metrics import completion_times_s, confidence, devices_in_use, summary
 from arena_jax.scheduler.simulator import FINISHED, Result
 
-# (key, title, unit) of the table's columns; seconds are written as durations.
 _TABLE = (
-    ("mean_jct_s", "mean JCT", "s"),
-    ("median_jct_s", "median", "s"),
-    ("p99_jct_s", "p99", "s"),
-    ("max_jct_s", "max", "s"),
-    ("mean_queue_s", "queue", "s"),
-    ("makespan_s", "makespan", "s"),
-    ("mean_slowdown", "slowdown", ""),
-    ("worst_slowdown", "worst", ""),
-    ("rho", "rho", ""),
-    ("restarts_per_job", "restarts", ""),
-    ("max_restarts", "most", ""),
-    ("deadline_misses", "misses", ""),
-    ("samples_per_s", "samples/s", ""),
-    ("device_hours", "device-hours", ""),
-    ("cost_dollars", "dollars", ""),
-    ("finished", "finished", ""),
-    ("running", "running", ""),
-    ("waiting", "waiting", ""),
+    ("mean_jct_s", "mean JCT s"),
+    ("median_jct_s", "median s"),
+    ("p99_jct_s", "p99 s"),
+    ("max_jct_s", "max s"),
+    ("mean_queue_s", "queue s"),
+    ("makespan_s", "makespan s"),
+    ("mean_slowdown", "slowdown"),
+    ("worst_slowdown", "worst"),
+    ("rho", "rho"),
+    ("restarts_per_job", "restarts"),
+    ("max_restarts", "most"),
+    ("samples_per_s", "samples/s"),
+    ("device_hours", "device-h"),
+    ("cost_dollars", "dollars"),
+    ("deadline_misses", "misses"),
+    ("finished", "finished"),
+    ("running", "running"),
+    ("waiting", "waiting"),
+    ("rejected", "rejected"),
 )
+# Columns that are left out where every value is the one given.
+_QUIET = {"cost_dollars": None, "deadline_misses": 0, "running": 0, "waiting": 0, "rejected": 0}
 
 
 def write_report(
@@ -53,11 +56,14 @@ def render(results: Mapping[str, Sequence[Result]], *, title: str, bound_s: floa
     any_run = next(iter(first.values()))
     began = float(any_run.workload.arrival_s.min()) if len(any_run.workload.jobs) else 0.0
     num_seeds = max(len(runs) for runs in results.values())
-    intro = f"{len(any_run.workload.jobs)} jobs on {any_run.workload.cluster.num_devices} devices, {num_seeds} seed(s)."
+    jobs = counted(len(any_run.workload.jobs), "job")
+    intro = f"{jobs} on {counted(any_run.workload.cluster.num_devices, 'device')}."
     if bound_s is not None:
         intro += f" Lower bound on the mean completion time: {bound_s:,.0f} s."
+    if num_seeds > 1:
+        intro += f" Means over {num_seeds} seeds, ± the half-width of their 95 % interval; charts show the first seed."
     parts = [
-        f"<h1>{escape(title)}</h1><p>{intro} ± is the half-width of the 95 % interval of the mean over seeds.</p>",
+        f"<h1>{escape(title)}</h1><p>{intro}</p>",
         "<h2>Metrics</h2>",
         _table({name: [summary(run) for run in runs] for name, runs in results.items()}),
         "<h2>Completion times</h2>",
@@ -98,9 +104,14 @@ def _table(summaries: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     means: dict[str, dict[str, float | None]] = {}
     for name, runs in summaries.items():
         means[name] = {}
-        for key, _, _ in _TABLE:
+        for key, _ in _TABLE:
             values = [run[key] for run in runs]
             means[name][key] = None if any(v is None for v in values) else float(np.mean(values))
+    everyone = [run for runs in summaries.values() for run in runs]
+    quiet = {key for key, usual in _QUIET.items() if all(run[key] == usual for run in everyone)}
+    if all(run["finished"] == run["num_jobs"] for run in everyone):
+        quiet.add("finished")
+    shown = [(key, title) for key, title in _TABLE if key not in quiet]
     best = {}
     for key in ("mean_jct_s", "p99_jct_s", "mean_slowdown", "worst_slowdown", "mean_queue_s", "makespan_s", "rho"):
         known = [v for row in means.values() if (v := row[key]) is not None]
@@ -108,18 +119,20 @@ def _table(summaries: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     rows = []
     for name, runs in summaries.items():
         cells = []
-        for key, _, unit in _TABLE:
+        for key, _ in shown:
             value = means[name][key]
             if value is None:
                 cells.append("<td>-</td>")
                 continue
-            text = f"{value:,.0f}" + (f" {unit}" if unit else "") if abs(value) >= 100 else f"{value:.4g}"
+            text = f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
             half = confidence([run[key] for run in runs]) if len(runs) > 1 else 0.0
-            spread = f" <small>±{half:.3g}</small>" if half else ""
-            mark = ' class="best"' if value == best.get(key) else ""
+            spread = (
+                f" <small>±{half:.2g}</small>" if 0 < half < 100 else f" <small>±{half:,.0f}</small>" if half else ""
+            )
+            mark = ' class="best"' if len(means) > 1 and value == best.get(key) else ""
             cells.append(f"<td{mark}>{text}{spread}</td>")
         rows.append([escape(name), *cells])
-    return table(["policy", *(title for _, title, _ in _TABLE)], rows)
+    return table(["policy", *(title for _, title in shown)], rows)
 
 
 def _cdf(name: str, values: np.ndarray, color: str) -> svg.Series:
