@@ -142,7 +142,7 @@ def points(
         return "<p>nothing to draw</p>"
     high = max(p.x for p in found)
     near = {name: limit for name, limit in limits.items() if limit[0] <= _FARTHEST * high}
-    to_x, ticks = _x_axis(0.0, 1.05 * max([high, *(x for x, _ in near.values())]), False)
+    to_x, ticks = _x_axis(0.0, 1.05 * max([high, *(x for x, _ in near.values())]), False, times=False)
     top, least = 1.05 * max(p.y for p in found), min(p.y for p in found)
     if 0 < least < top / _DECADES:
         to_y, y_ticks = _log_y_axis(0.8 * least, top)
@@ -197,7 +197,7 @@ def bars(
         high = max(high, limit[0])
     height = int(_TOP + _BOTTOM + _BAR_HEIGHT * len(rows))
     # A little room to the right, for the total beside the longest bar.
-    to_x, ticks = _x_axis(0.0, high * 1.12, False)
+    to_x, ticks = _x_axis(0.0, high * 1.12, False, times=False)
     body = [_frame(ticks, to_x, 0.0, None, x_label, "", False, height=height, x_text=text)]
     for number, (name, parts) in enumerate(rows.items()):
         top, start = _TOP + number * _BAR_HEIGHT, 0.0
@@ -266,7 +266,7 @@ def _svg(body: Sequence[str], height: int) -> str:
     return f'<div class="scroll"><svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(body)}</svg></div>'
 
 
-def _x_axis(low: float, high: float, log: bool) -> tuple[Callable[[float], float], list[float]]:
+def _x_axis(low: float, high: float, log: bool, *, times: bool = True) -> tuple[Callable[[float], float], list[float]]:
     span = WIDTH - _LEFT - _RIGHT
     if log:
         first, last = math.log10(low), math.log10(max(high, low * 1.001))
@@ -274,7 +274,7 @@ def _x_axis(low: float, high: float, log: bool) -> tuple[Callable[[float], float
         ticks = ticks[:: -(-len(ticks) // 8)]
         return lambda x: _LEFT + span * (math.log10(max(x, low)) - first) / max(last - first, 1e-9), ticks
     width = max(high - low, 1e-9)
-    return lambda x: _LEFT + span * (x - low) / width, _time_ticks(low, high)
+    return lambda x: _LEFT + span * (x - low) / width, (_time_ticks if times else _ticks)(low, high)
 
 
 def _y_axis(top: float) -> Callable[[float], float]:

@@ -17,10 +17,10 @@ class Moves:
     Attributes:
         column: chosen column per job; ``num_columns`` stands for none.
         free: devices left per type.
+        settled: jobs from which nothing may be taken.
 
     Args:
         value: jobs x columns, see :mod:`._value`.
-        settled: jobs from which nothing may be taken.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Moves:
         self.devices = np.append(num_devices, 0)
         self.column = np.where(column < 0, self.none, column)
         self.free = free.astype(np.int64).copy()
-        self._settled = settled
+        self.settled = settled
         self._rows = np.arange(num_jobs)
 
     @property
@@ -95,7 +95,7 @@ class Moves:
             changed = False
             for job in hopeful:
                 if self._fits(int(job), int(best[job])):
-                    self._set(int(job), int(best[job]))
+                    self.set(int(job), int(best[job]))
                     changed = filled = True
             if not changed:
                 break
@@ -110,7 +110,8 @@ class Moves:
         own = self.devices[held] if self.types[held] == k else 0
         return int(self.devices[column] - own - self.free[k])
 
-    def _set(self, job: int, column: int) -> None:
+    def set(self, job: int, column: int) -> None:
+        """Give ``job`` a column, which must fit, or none."""
         held = self.column[job]
         if held != self.none:
             self.free[self.types[held]] += self.devices[held]
@@ -127,17 +128,17 @@ class Moves:
             victims = self._victims(job, column, short, float(gain))
             if victims is None:
                 return False
-            self._set(job, self.none)
+            self.set(job, self.none)
             for victim, to in victims:
-                self._set(victim, to)
-        self._set(job, column)
+                self.set(victim, to)
+        self.set(job, column)
         return True
 
     def _victims(self, job: int, column: int, short: int, gain: float) -> list[tuple[int, int]] | None:
         """Who gives up ``short`` devices of the column's type, losing less than ``gain`` in all."""
         k = self.types[column]
         pool = np.flatnonzero(self.types[self.column] == k)
-        pool = pool[(pool != job) & ~self._settled[pool]]
+        pool = pool[(pool != job) & ~self.settled[pool]]
         held = self.column[pool]
         has, worth = self.devices[held], self.value[pool, held]
         room = np.append(self.free, np.iinfo(np.int64).max)  # type -1 is "not running"

@@ -25,6 +25,10 @@ class ValueRules:
         long_s, long_weight, long_power: a job whose projected completion time (age + fastest remaining
             time) reaches ``long_s`` weighs 1 + ``long_weight`` times as much, below it less as the
             power: it keeps fast the longest jobs, which make the 99th percentile.
+        last_weight, last_power: that extra grows by up to 1 + ``last_weight``, as the power of the job's
+            fastest remaining time over the longest of any job, or over the time the cluster needs for
+            all its work where that is longer: who ends last then decides when all is done, and with it
+            the cluster's samples per second.
         patience_s: seconds a change has to pay for itself.
         caution: growth of the charge as seen by the policy, per restart a job has had.
         most_restarts: a job that had as many is changed no more, except to its fastest allocation.
@@ -38,6 +42,8 @@ class ValueRules:
     long_s: float = 4e4
     long_weight: float = 2.0
     long_power: float = 6.0
+    last_weight: float = 2.0
+    last_power: float = 8.0
     patience_s: float = 400.0
     caution: float = 0.05
     most_restarts: int = 28
@@ -59,7 +65,10 @@ def values(view: View, jobs: Jobs, now: float, rules: ValueRules, allowed: np.nd
     held = jobs.column[running]
     charge[running, held] = np.maximum(0.0, jobs.charge_until_s[running] - now)
     horizon = np.minimum(remaining, rules.patience_s)
-    weight = weights(jobs, now, fastest, rules)
+    # Seconds until the cluster has done all work there is, at the least device-seconds of each job.
+    work = (remaining * view.columns.num_devices).min(axis=1)
+    drain = float(work[np.isfinite(work)].sum()) / max(int(view.capacity.sum()), 1)
+    weight = weights(jobs, now, fastest, drain, rules)
     with np.errstate(invalid="ignore"):
         value = (weight * fastest)[:, None] / remaining * (horizon / (horizon + charge))
     value[~np.isfinite(remaining)] = -np.inf
@@ -100,12 +109,15 @@ def charges(view: View, jobs: Jobs, now: float) -> np.ndarray:
     return np.where((jobs.column >= 0)[:, None], change, idle[:, None])
 
 
-def weights(jobs: Jobs, now: float, fastest: np.ndarray, rules: ValueRules) -> np.ndarray:
-    """Weight of each job: user's weight, shortness, length, waiting and deadline."""
+def weights(jobs: Jobs, now: float, fastest: np.ndarray, drain: float, rules: ValueRules) -> np.ndarray:
+    """Weight of each job: user's weight, shortness, length, ending last, waiting and deadline."""
     seconds = np.minimum(np.where(np.isfinite(fastest), fastest, 1e9), 1e9) + jobs.restart_s[START]
     weight = jobs.weight * (seconds / 1000.0) ** -rules.shortness
     projected = now - jobs.arrival_s + seconds
-    weight *= 1.0 + rules.long_weight * np.minimum(1.0, projected / rules.long_s) ** rules.long_power
+    long = rules.long_weight * np.minimum(1.0, projected / rules.long_s) ** rules.long_power
+    last = max(float(seconds[np.isfinite(fastest)].max(initial=1.0)), drain)
+    long *= 1.0 + rules.last_weight * np.minimum(1.0, seconds / last) ** rules.last_power
+    weight *= 1.0 + long
     waiting = np.where(jobs.column < 0, now - jobs.arrival_s - jobs.run_s, 0.0)
     span = rules.starve_s + rules.starve_factor * seconds
     weight *= 1.0 + np.maximum(0.0, waiting / span - 1.0)

@@ -14,10 +14,15 @@ import numpy as np
 from arena_jax.errors import UsageError
 from arena_jax.scheduler.policies._moves import Moves
 from arena_jax.scheduler.policies._prices import update, wanted
+from arena_jax.scheduler.policies._repack import affordable, price_bound, repack
 from arena_jax.scheduler.policies._value import ValueRules, settled, values
 from arena_jax.scheduler.policy import Decision, Jobs, View
 
-# Up to so many active jobs a decision also starts from what the prices alone would choose.
+# A sum so close to the prices' bound is good enough; else device types are dealt out anew, which so
+# many table entries hold to a few milliseconds. Only small clusters are within that, or need it.
+_GOOD_ENOUGH = 0.02
+_REPACK_ENTRIES = 3e6
+# On larger ones, up to so many active jobs, a decision also starts from what the prices would choose.
 _SECOND_START = 600
 
 OBJECTIVES = ("time", "cost", "cost-under-deadline")
@@ -75,11 +80,13 @@ class Arena:
         fixed = settled(jobs, now, self.rules)
         if not self.resize:
             fixed = fixed | (jobs.column >= 0)
-        starts = [jobs.column]
-        if num_jobs <= _SECOND_START:
-            starts.append(wanted(self._prices, value, jobs.column, fixed, view))
-        found = [self._improve(start, value, fixed, view) for start in starts]
-        best = max(found, key=lambda moves: moves.total)
+        best = self._improve(jobs.column, value, fixed, view)
+        if affordable(best, _REPACK_ENTRIES):
+            bound = price_bound(self._prices, value, columns.type_of, columns.num_devices, view.capacity)
+            repack(best, bound, within=_GOOD_ENOUGH, budget=_REPACK_ENTRIES)
+        elif num_jobs <= _SECOND_START:
+            other = self._improve(wanted(self._prices, value, jobs.column, fixed, view), value, fixed, view)
+            best = max(best, other, key=lambda moves: moves.total)
         chosen = np.where(best.column == best.none, -1, best.column)
         return Decision(chosen, self._wake(jobs, now, chosen))
 
