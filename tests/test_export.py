@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +90,11 @@ params = plan.place(params, mesh)
 opt_state = plan.init_optimizer(optimizer, params, mesh)
 state = jax.device_put(state, plan.replicated(mesh))
 step = plan.make_train_step(loss_fn, optimizer, mesh)
-losses = []
+losses, program = [], None
 for batch in net.batches():
-    batch = jax.device_put(batch, plan.batch_sharding(mesh))
+    batch = plan.place_batch(batch, mesh)
+    if program is None:
+        program = step = step.lower(params, opt_state, state, batch).compile()
     params, opt_state, state, loss = step(params, opt_state, state, batch)
     losses.append(float(loss))
 
@@ -98,7 +102,7 @@ def held(tree):
     return {"/".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path):
             x.addressable_shards[0].data.shape for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
-print(json.dumps({"losses": losses, "params": held(params), "opt": held(opt_state),
+print(json.dumps({"losses": losses, "program": program.as_text(), "params": held(params), "opt": held(opt_state),
                   "modules": [m for m in sys.modules if m.startswith("arena_jax.")]}))
 """
 
@@ -114,6 +118,13 @@ def elsewhere(folder: Path, plan: Plan, *, scan: bool) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def collectives(program: str) -> dict[str, int]:
+    """How many collectives of each kind and shape a compiled program has."""
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    found = re.findall(rf"= (\S+|\([^)]*\)) ({kinds})\(", program)
+    return dict(sorted(Counter(f"{kind} {shape}" for shape, kind in found).items()))
 
 
 @pytest.mark.parametrize(
@@ -147,6 +158,7 @@ def test_trains_alike_without_this_package(
         losses.append(float(metrics["loss"]))
     there = elsewhere(tmp_path, found.plan, scan=scan)
     assert there["modules"] == []
+    assert collectives(there["program"]) == collectives(program._engine._step.as_text())
     np.testing.assert_allclose(there["losses"], losses, rtol=2e-5)
     assert losses[-1] != losses[0]
     # Every parameter and moment lies as it does here.

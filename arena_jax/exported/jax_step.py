@@ -6,7 +6,7 @@
     opt_state = plan.init_optimizer(optimizer, params, mesh)
     state = jax.device_put(state, plan.replicated(mesh))
     step = plan.make_train_step(loss_fn, optimizer, mesh)
-    params, opt_state, state, loss = step(params, opt_state, state, batch)
+    params, opt_state, state, loss = step(params, opt_state, state, plan.place_batch(batch, mesh))
 
 ``loss_fn(params, state, batch) -> (loss, state)``, where ``state`` is what the model changes besides its
 parameters (``{}`` where there is nothing) and a loss with a normaliser of its own is ``(sum, weight)``. With
@@ -49,9 +49,17 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over dp."""
-    return NamedSharding(mesh, PartitionSpec("dp"))
+def place_batch(batch: Any, mesh: Mesh) -> Any:
+    """A global batch as the step takes it: microbatches first, where there are several, and rows over dp."""
+    num, rows = PLAN["num_microbatches"], PLAN["global_batch"] // PLAN["num_microbatches"]
+
+    def one(x: Any) -> Any:
+        if not np.ndim(x):
+            return jax.device_put(x, replicated(mesh))
+        lead, spec = ((), PartitionSpec("dp")) if num == 1 else ((num,), PartitionSpec(None, "dp"))
+        return jax.device_put(np.reshape(x, (*lead, rows, *np.shape(x)[1:])), NamedSharding(mesh, spec))
+
+    return jax.tree.map(one, batch)
 
 
 def parameter_spec(name: str, shape: Sequence[int], stage: int = 0) -> PartitionSpec:
@@ -84,8 +92,8 @@ def init_optimizer(optimizer: Any, params: Any, mesh: Mesh, stage: int = 0) -> A
 def make_train_step(loss_fn: Callable[..., Any], optimizer: Any, mesh: Mesh) -> Callable[..., Any]:
     """``(params, opt_state, state, batch) -> (params, opt_state, state, loss)``, compiled on its first call.
 
-    The first three arguments are donated. Gradients and losses of the microbatches are summed and divided
-    once, so the result is that of the plan's own runtime.
+    The batch comes from :func:`place_batch`; the other arguments are donated. Gradients and losses of the
+    microbatches are summed and divided once, so the result is that of the plan's own runtime.
     """
     if len(PLAN["stages"]) != 1:
         raise ValueError(
@@ -128,10 +136,7 @@ def make_train_step(loss_fn: Callable[..., Any], optimizer: Any, mesh: Mesh) -> 
                 found, more, heavier, state = gradients(params, state, jax.tree.unflatten(tree, part))
                 return (add(sums, found, lie), total + more, weight + heavier, state), None
 
-            behind = NamedSharding(mesh, PartitionSpec(None, "dp"))
-            lead = (num_microbatches, PLAN["global_batch"] // num_microbatches)
-            rowed = [x for x, has in zip(leaves, has_rows, strict=True) if has]
-            rows = [_constrain(jnp.reshape(x, (*lead, *x.shape[1:])), behind) for x in rowed]
+            rows = [x for x, rowed in zip(leaves, has_rows, strict=True) if rowed]
             one = [x[0] for x in rows]
             given = iter(one)
             example = jax.tree.unflatten(tree, [next(given) if r else x for x, r in zip(leaves, has_rows, strict=True)])
