@@ -45,28 +45,31 @@ def repack(moves: Moves, bound: float, *, within: float, budget: float, rounds: 
 
 def _subsets(moves: Moves, budget: float) -> Iterator[tuple[tuple[int, ...], int]]:
     """Which types to deal out together, and the unit devices are counted in, as far as ``budget`` goes."""
-    everything = tuple(range(len(moves.free)))
+    room = _room(moves)
+    num_columns = np.bincount(moves.types[:-1], minlength=len(room))
+
+    def entries(subset: Sequence[int], unit: int) -> float:
+        """Table entries that :func:`deal` computes at most."""
+        types = list(subset)
+        return float(np.prod(room[types] // unit + 1.0)) * len(moves.value) * int(num_columns[types].sum())
+
+    everything = tuple(range(len(room)))
     for unit in _UNITS:
-        if _entries(moves, everything, unit) <= budget:
+        if entries(everything, unit) <= budget:
             yield everything, unit
             if unit == 1:  # exact: nothing left to find
                 return
             break
     pairs = list(combinations(everything, 2))
-    if sum(_entries(moves, pair, 1) for pair in pairs) <= budget:
+    if sum(entries(pair, 1) for pair in pairs) <= budget:
         yield from ((pair, 1) for pair in pairs)
 
 
-def _room(moves: Moves, subset: Sequence[int]) -> np.ndarray:
+def _room(moves: Moves) -> np.ndarray:
     """Devices of each type that may be dealt out: free, or held by a job that is not settled."""
-    held = moves.types[moves.column]
-    return np.array([moves.free[k] + moves.devices[moves.column[(held == k) & ~moves.settled]].sum() for k in subset])
-
-
-def _entries(moves: Moves, subset: Sequence[int], unit: int) -> float:
-    """Table entries that :func:`deal` computes at most."""
-    states = float(np.prod(_room(moves, subset) // unit + 1.0))
-    return states * len(moves.value) * int(np.isin(moves.types[:-1], subset).sum())
+    column = moves.column[(moves.column != moves.none) & ~moves.settled]
+    held = np.bincount(moves.types[column], weights=moves.devices[column], minlength=len(moves.free))
+    return moves.free + held.astype(np.int64)
 
 
 def deal(moves: Moves, subset: Sequence[int], unit: int = 1) -> bool:
@@ -75,7 +78,7 @@ def deal(moves: Moves, subset: Sequence[int], unit: int = 1) -> bool:
     Jobs on other types stay or come over, the others get a column of ``subset`` or none. Exact for
     ``unit`` 1; else counts are rounded up to multiples of ``unit``, which still fits.
     """
-    shape = _room(moves, subset) // unit + 1
+    shape = _room(moves)[list(subset)] // unit + 1
     num_states = int(np.prod(shape))
     strides = np.cumprod(np.append(shape[1:], 1)[::-1])[::-1]  # state: devices left per type, mixed radix
     columns = np.flatnonzero(np.isin(moves.types[:-1], subset))
