@@ -132,6 +132,16 @@ def test_elasticflow_jobs(tmp_path: Path) -> None:
     assert job == JobSpec(id="1", arrival_s=30, num_steps=500, model="resnet50", num_devices=2)
 
 
+def test_elasticflow_jobs_as_published(tmp_path: Path) -> None:
+    text = "job_id,submit_time,real_iteration,model_name,ddl,batch_size,num_gpu,real_duration,duration,iteration\n"
+    [job] = load_trace(write(tmp_path, text + "7,100,900,bert,700,64,4,60,60,800\n"))
+    assert job == JobSpec(
+        id="7", arrival_s=100, num_steps=800, model="bert", global_batch=64, num_devices=4, deadline_s=700
+    )
+    short = "job_id,submit_time,iteration,model_name,ddl,batch_size,num_gpu,duration\n"
+    assert load_trace(write(tmp_path, short + "7,100,800,bert,700,64,4,60\n")) == [job]
+
+
 def test_all_faults_at_once_with_their_lines(tmp_path: Path) -> None:
     text = (
         "id,arrival_s,num_steps,model,num_devices\n"

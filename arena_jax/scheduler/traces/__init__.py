@@ -15,6 +15,7 @@ from arena_jax.scheduler.traces.rows import read_text
 _LAYOUTS = (
     ("artifact", {"num_iteration", "model_name", "gpu_type"}),
     ("own", {"id", "arrival_s", "num_steps", "model"}),
+    ("elasticflow", {"job_id", "submit_time", "iteration", "model_name"}),
     ("elasticflow", {"job_id", "submit_time", "iterations", "model_name"}),
     ("helios", {"job_id", "gpu_num", "submit_time", "duration"}),
     ("itp", {"job_id", "submission_time", "duration", "num_gpu"}),
