@@ -9,7 +9,7 @@ refers to values.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from arena_jax.compiler import _compat
@@ -18,6 +18,7 @@ from arena_jax.compiler.flops import array_bytes
 from arena_jax.compiler.graph import Graph
 from arena_jax.compiler.rules.rule import Dims
 
+ARGUMENTS = frozenset({"argmax", "argmin"})
 # Operations that exist only here.
 CARRY, UNSTACK, RESTACK = "scan carry", "scan slice", "scan stack"
 
@@ -192,7 +193,12 @@ class _Flattener:
 
     def _rule(self, eqn: Any) -> Rule | None:
         if id(eqn) not in self.rules:
-            self.rules[id(eqn)] = rule_of(eqn)
+            rule = rule_of(eqn)
+            if rule is not None and eqn.primitive.name in ARGUMENTS:
+                # XLA compares the best of each part; results of parts do not combine by themselves.
+                gone = rule.fixed
+                rule = replace(rule, fixed=set(), reduced=dict.fromkeys(gone, eqn.primitive.name))
+            self.rules[id(eqn)] = rule
         return self.rules[id(eqn)]
 
     def _signature(self, name: str, eqn: Any, operands: list[Value | None], results: list[Value], place: _Place) -> int:

@@ -67,18 +67,23 @@ class MeshShape:
 
     def _one_way(self, work: w.Floats, num_bytes: float, source: Layout, target: Layout, phase: str) -> None:
         current = list(source)
+        num_moved, largest = 0, 0.0
         for axis in self.axes:
             before = _dim_of(current, axis)
             after = _dim_of(target, axis)
             if before is None or before == after:
                 continue
             local = num_bytes * self.share(tuple(current))
+            num_moved, largest = num_moved + 1, max(largest, local)
             if after is not None and not current[after]:
                 w.add_collective(work, NAMES[axis], "all_to_all", phase, local)
                 current[after] |= axis
             else:
                 w.add_collective(work, NAMES[axis], "all_gather", phase, local * self.sizes[axis])
             current[before] &= ~axis
+        if num_moved > 1:
+            # Between two exchanges XLA permutes what lies in the wrong place of the other axis.
+            w.add_collective(work, NAMES[self.axes[0]], "all_to_all", phase, largest)
 
 
 def _dim_of(layout: Sequence[int], axis: int) -> int | None:

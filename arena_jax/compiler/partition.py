@@ -7,7 +7,7 @@ import numpy as np
 
 from arena_jax.compiler import work as w
 from arena_jax.compiler.dims import CUMULATIVE, ELEMENTWISE, REDUCTIONS, Rule
-from arena_jax.compiler.flat import CARRY, RESTACK, UNSTACK, Op, Value
+from arena_jax.compiler.flat import ARGUMENTS, CARRY, RESTACK, UNSTACK, Op, Value
 from arena_jax.compiler.flops import HEAVY, eqn_flops
 from arena_jax.compiler.layout import NAMES, Layout, MeshShape
 from arena_jax.compiler.rules.rule import Dims
@@ -83,7 +83,10 @@ def partition(
     results = tuple(_layout(dims, v, axes_of, mesh) for dims, v in zip(rule.results, op.results, strict=True))
     local = sum(v.num_bytes * mesh.share(layout) for v, layout in zip(op.results, results, strict=True))
     for axis, factor in assignment:
-        if factor in rule.reduced:
+        if factor in rule.reduced and op.name in ARGUMENTS:
+            # The best of each part and where it is.
+            w.add_collective(work, NAMES[axis], "all_gather", w.FORWARD, 2 * local * mesh.sizes[axis], 2)
+        elif factor in rule.reduced:
             w.add_collective(work, NAMES[axis], "all_reduce", w.FORWARD, local)
             if op.again:
                 w.add_collective(work, NAMES[axis], "all_reduce", w.BACKWARD, local)

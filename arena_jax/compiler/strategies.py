@@ -383,6 +383,9 @@ class _Builder:
             batch = {f for i in op.eqn.params["dimension_numbers"][1][0] for f in rule.operands[0][i]} & free
             batch = batch if any(params) else set()
         barred = set()
+        if op.name == "conv_general_dilated":
+            # Neighbouring pixels are needed together; XLA also exchanges more than once around such a split.
+            barred = {f for i in op.eqn.params["dimension_numbers"].lhs_spec[2:] for f in rule.operands[0][i]}
         if op.name in _LOOKUPS and params[0]:
             barred = {dim[0] for dim in rule.operands[0] if dim and dim[0] not in rule.reduced}
         return sorted(rows | batch), sorted(free - rows - barred)

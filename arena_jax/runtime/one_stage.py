@@ -56,6 +56,11 @@ class OneStage:
         )
         return [sums], numbers[1], metrics
 
+    def compiled_text(self) -> str:
+        """The compiled step as XLA prints it."""
+        text: str = self._step.as_text()
+        return text
+
     def _place(self, batch: Sequence[np.ndarray]) -> list[Any]:
         shaped = [self._split(a, leaf.has_rows) for a, leaf in zip(batch, self._problem.batch, strict=True)]
         placed: list[Any] = jax.device_put(shaped, self._batch_shardings)
