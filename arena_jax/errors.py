@@ -70,6 +70,10 @@ class CheckpointError(ArenaError):
     """A checkpoint that is missing, incomplete, foreign, or of another model."""
 
 
+class StateLostError(ArenaError):
+    """A change of plan failed half way, and so did the way back; the last checkpoint is what there is."""
+
+
 class NonFiniteLossError(ArenaError):
     """The loss became NaN or infinite; ``step`` names the step."""
 

@@ -12,7 +12,9 @@ plan            step, plan_id, grid, plan (JSON), estimated_step_time_s, engine,
 step            step, loss, metrics, step_time_s, rate, rate_unit, estimated_step_time_s
 eval            step, metrics
 checkpoint      step, path, seconds
-swap            step, from, to, reason, background_s, stall_s
+request         step, target, reason: a change of plan that is being prepared
+swap            step, from, to, reason, background_s, stall_s, prepared, move_s, moved_bytes, difference
+pause           step, asked: whether for a pause, or because a deadline came
 warning         message
 run_end         step, stop_reason, message
 ==============  =====================================================================================

@@ -13,13 +13,12 @@ from arena_jax.compiler import Constraints, Problem, make_problem, plan_problem
 from arena_jax.compiler.problem import LossFn
 from arena_jax.data import as_loader
 from arena_jax.errors import UsageError
-from arena_jax.grid import FIT_PREFIX, Allocation, GridShape, Plan, PlanIndex, Precision, SchedulerHook
+from arena_jax.grid import FIT_PREFIX, Allocation, GridShape, Plan, PlanIndex, Precision, SchedulerHook, parse_target
 from arena_jax.planner import Planner, allocation_of, choose, plan_store
 from arena_jax.runtime.checkpoint import CheckpointOptions
 from arena_jax.runtime.checkpoint_info import LeafType
 from arena_jax.runtime.contract import LoopOptions, StopReason, Swap
 from arena_jax.runtime.feed import Feed
-from arena_jax.runtime.hooks import parse_target
 from arena_jax.runtime.journal import Callback
 from arena_jax.runtime.metrics import StepRecord
 from arena_jax.runtime.program import Program

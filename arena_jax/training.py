@@ -20,6 +20,7 @@ from arena_jax.errors import CheckpointError, DataError, NonFiniteLossError
 from arena_jax.events import EventLog
 from arena_jax.grid import Allocation, GridShape, Plan, PlanIndex, SchedulerHook
 from arena_jax.planner import Candidate, candidate_rows, choose
+from arena_jax.runtime.ahead import Warm
 from arena_jax.runtime.checkpoint import CheckpointStore, leaf_types
 from arena_jax.runtime.checkpoint_info import CheckpointInfo, LeafType, check_leaves
 from arena_jax.runtime.contract import Compiled, LoopOptions, Outcome, Program
@@ -65,6 +66,7 @@ class Training:
         init_from: a checkpoint (``.../checkpoints/STEP``) whose model, without optimizer and step, to start from.
         eval_data: iterated anew for each evaluation.
         tracker, hook, callbacks: who follows it.
+        warm: plans and compiles for the hook's requests in another process first; ``None`` leaves it to a thread.
         record: facts for the ``run_start`` event: recipe text, params, command.
         signals: whose signal ends the run, at the next boundary between phases or steps.
     """
@@ -83,6 +85,7 @@ class Training:
     eval_data: Iterable[Any] | None = None
     tracker: Tracker | None = None
     hook: SchedulerHook | None = None
+    warm: Warm | None = None
     callbacks: Sequence[Callback] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
     signals: StopSignals = field(default_factory=StopSignals)
@@ -162,6 +165,7 @@ def _run(training: Training, journal: Journal, store: CheckpointStore | None, in
         eval_data=training.eval_data,
         hook=training.hook,
         recompile=training.planner.recompile,
+        warm=training.warm,
         signals=signals,
     )
     state = _initial_state(training, program, store, info)

@@ -117,7 +117,7 @@ def test_a_script_swaps_plans_and_the_curve_stays(folder: Path, capsys: pytest.C
         (2, "cpu:2/s1", "cpu:2/s2"),
         (4, "cpu:2/s2", "cpu:1/s1"),
     ]
-    assert set(report["swaps"][0]) == {"step", "from", "to", "reason", "background_s", "stall_s"}
+    assert set(report["swaps"][0]) >= {"step", "from", "to", "reason", "background_s", "stall_s"}
     assert report["losses"] == pytest.approx(still["losses"], rel=1e-4)
 
 

@@ -24,6 +24,7 @@ VERBS = {
     "validate": "Check a recipe and name every fault.",
     "plan": "Plan a recipe on every grid of some allocations.",
     "train": "Train a recipe under a plan the compiler chose.",
+    "resize": "Ask a running training to go on under another plan.",
     "simulate": "Run scheduling policies on a job trace.",
     "track": "Send a run's event log to its tracker.",
     "doctor": "Say what is installed, what is missing, how to get it.",

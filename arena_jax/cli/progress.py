@@ -107,10 +107,24 @@ class Progress:
         took = f" in {seconds(event['seconds'])}" if event.get("seconds") is not None else ""
         self._print(f"checkpoint at step {event['step']}{took}")
 
+    def _on_request(self, event: Event) -> None:
+        self._print(f"preparing {event.get('target')} since step {event['step']}")
+
+    def _on_pause(self, event: Event) -> None:
+        why = "" if event.get("asked", True) else ": devices had to be freed before the new plan was compiled"
+        self._print(f"paused at step {event['step']}{why}")
+
     def _on_swap(self, event: Event) -> None:
-        stall = f", stalled {seconds(event['stall_s'])}" if event.get("stall_s") is not None else ""
         reason = f" ({event['reason']})" if event.get("reason") else ""
-        self._print(f"swap at step {event['step']}: {event.get('from')} -> {event.get('to')}{reason}{stall}")
+        self._print(f"swap at step {event['step']}: {event.get('from')} -> {event.get('to')}{reason}")
+        facts = [event["difference"]] if event.get("difference") else []
+        if event.get("prepared"):
+            facts.append("compiled before")
+        elif event.get("background_s") is not None:
+            facts.append(f"compiled in {seconds(event['background_s'])}")
+        if event.get("stall_s") is not None:
+            facts.append(f"stalled {seconds(event['stall_s'])}")
+        self._print(f"  {'; '.join(facts)}")
 
     def _on_warning(self, event: Event) -> None:
         self.warn(str(event.get("message", "")))

@@ -4,8 +4,8 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import click
 
 from arena_jax.cli import console
 from arena_jax.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, UsageError
-from arena_jax.grid import Allocation, GridShape, Plan, SchedulerHook
+from arena_jax.grid import Allocation, GridShape, Plan, SchedulerHook, parse_target
 
 if TYPE_CHECKING:
     from arena_jax.job import Job
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from arena_jax.runtime.signals import StopSignals
     from arena_jax.tracking import MLflowTracker
     from arena_jax.training import Trained
+    from arena_jax.warm import WarmProcess
 
 _EXIT_CODES = {"interrupted": EXIT_INTERRUPTED, "terminated": EXIT_RESUMABLE, "stopped": EXIT_RESUMABLE}
 
@@ -72,6 +73,7 @@ def command(
             resume=_resume(resume),
             dry_run=dry_run,
             as_json=as_json,
+            given=(recipe, overrides),
         )
     if as_json:
         console.emit_json(report)
@@ -81,11 +83,11 @@ def command(
 def cpu_devices_needed(recipe: "Recipe", devices: int | None, plan: Plan | None) -> int:
     """How many virtual devices a CPU must be split into: as many as anything in the run will ask for."""
     wanted = [devices or recipe.cpu_devices]
+    if recipe.hook.file or recipe.hook.socket not in ("auto", "off"):  # so that the run can grow
+        wanted.append(recipe.cpu_devices)
     if plan is not None:
         wanted.append(plan.grid.num_devices)
     if recipe.plan.grid is not None:
-        from arena_jax.runtime.hooks import parse_target
-
         wanted.append(parse_target(recipe.plan.grid).num_devices)
     if recipe.hook.script:
         from arena_jax.runtime.hooks import read_script
@@ -125,13 +127,18 @@ def train(
     resume: "Resume",
     dry_run: bool,
     as_json: bool,
+    given: tuple[str, Sequence[str]] | None = None,
 ) -> tuple[int, dict[str, Any]]:
-    """Train, and return the exit code and what ``--json`` prints."""
+    """Train, and return the exit code and what ``--json`` prints.
+
+    Args:
+        given: name and overrides from which another process can load the same recipe.
+    """
     from arena_jax.job import build
 
     job = build(recipe)
     signals.check("building the model")
-    planner = _planner(job)
+    planner = make_planner(job)
     signals.check("tracing the model")
     target = plan.grid if plan is not None else _target(recipe, planner, devices)
     planner.check_fits(target.allocation if isinstance(target, GridShape) else target)
@@ -141,7 +148,8 @@ def train(
     num_steps = job.steps if steps is None else steps
     run = _run_directory(recipe, resume, num_steps)
     try:
-        return _train(job, planner, target, plan, run, num_steps, signals)
+        with _hook(recipe, run) as hook:
+            return _train(job, planner, target, plan, run, num_steps, signals, hook, _warm(recipe, planner, given))
     finally:
         run.close()
 
@@ -154,6 +162,8 @@ def _train(
     run: "RunDirectory",
     num_steps: int,
     signals: "StopSignals",
+    hook: SchedulerHook | None,
+    warm: "WarmProcess | None",
 ) -> tuple[int, dict[str, Any]]:
     from arena_jax.cli.progress import Progress
     from arena_jax.fit import model_leaves
@@ -188,7 +198,8 @@ def _train(
                 leaves=model_leaves(planner.problem),
                 eval_data=None if job.make_eval_data is None else _Again(job.make_eval_data),
                 tracker=tracker,
-                hook=_hook(recipe),
+                hook=hook,
+                warm=warm,
                 callbacks=(progress, lambda event: evals.append(event) if event["kind"] == "eval" else None),
                 record={"recipe": recipe.to_yaml(), "params": recipe.resolved()},
                 signals=signals,
@@ -269,7 +280,8 @@ def _say(report: Mapping[str, Any], tracker: "MLflowTracker | None") -> None:
         console.note(f"to look at the curves: {tracker.how_to_open()}")
 
 
-def _planner(job: "Job") -> "Planner":
+def make_planner(job: "Job") -> "Planner":
+    """The planner of a job on all devices, with the recipe's pins."""
     from arena_jax.compiler import make_problem
     from arena_jax.planner import Planner, constraints_of, plan_store
 
@@ -290,7 +302,6 @@ def _planner(job: "Job") -> "Planner":
 def _target(recipe: "Recipe", planner: "Planner", devices: int | None) -> GridShape | Allocation:
     """The grid or allocation to run on: pinned, or as many devices as asked for, or all."""
     from arena_jax.planner import allocation_of
-    from arena_jax.runtime.hooks import parse_target
 
     if recipe.plan.grid is not None:
         target = parse_target(recipe.plan.grid)
@@ -328,12 +339,44 @@ def _tracker(recipe: "Recipe") -> "MLflowTracker | None":
     return MLflowTracker(recipe.tracking.uri, experiment=recipe.tracking.experiment)
 
 
-def _hook(recipe: "Recipe") -> "SchedulerHook | None":
-    from arena_jax.runtime.hooks import ScriptedHook
+@contextmanager
+def _hook(recipe: "Recipe", run: "RunDirectory") -> "Iterator[SchedulerHook | None]":
+    """What may change the run's allocation."""
+    from arena_jax.control import ControlSocket
+    from arena_jax.runtime.hooks import FileHook, ScriptedHook
 
-    if recipe.hook.socket is not None:
-        raise UsageError("hook.socket: this release has no cluster service to talk to", hint="use hook.script")
-    return ScriptedHook(recipe.hook.script) if recipe.hook.script else None
+    section = recipe.hook
+    hook: ControlSocket | FileHook
+    if section.script:
+        yield ScriptedHook(section.script, wait=section.script_waits)
+        return
+    if section.file:
+        hook = FileHook(section.file)
+    elif section.socket == "off":
+        yield None
+        return
+    else:
+        try:
+            hook = ControlSocket(run.path, None if section.socket == "auto" else section.socket)
+        except UsageError as error:
+            if section.socket != "auto":
+                raise
+            console.note(f"this run cannot be resized: {error.message}")
+            yield None
+            return
+    try:
+        yield hook
+    finally:
+        hook.close()
+
+
+def _warm(recipe: "Recipe", planner: "Planner", given: tuple[str, Sequence[str]] | None) -> "WarmProcess | None":
+    """A process that compiles ahead; on accelerators, which it could not open, and without a recipe none."""
+    from arena_jax.warm import WarmProcess
+
+    if given is None or planner.devices[0].platform != "cpu":
+        return None
+    return WarmProcess(*given, len(planner.devices))
 
 
 def _resume(text: str) -> "Resume":

@@ -26,9 +26,13 @@ class Request:
     Attributes:
         target: the grid to run on; an :class:`Allocation` leaves the stage count to the job.
         devices: device numbers to use, ``None`` for the first ones of the allocation.
-        deadline_s: seconds from receipt by which devices must be free; ``None`` for no hurry.
+        deadline_s: seconds from receipt by which the devices that the target does not use must be free;
+            ``None`` for no hurry. If the new plan is not compiled by then, the job saves and waits for it
+            without devices.
         reason: free text, kept with the swap.
         id: the scheduler's own name of the request, reported back.
+        wait: whether the job stands still until the new plan is compiled, rather than training on under
+            the old one: the change then comes exactly at this boundary.
     """
 
     target: Target
@@ -36,11 +40,20 @@ class Request:
     deadline_s: float | None = None
     reason: str = ""
     id: str | None = None
+    wait: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """Progress of a job since its last report."""
+    """Progress of a job since its last report.
+
+    Attributes:
+        loss: of the latest step that is complete.
+        state: ``running``, ``preparing`` (running, while the plan of a request is compiled), ``paused``,
+            ``finished`` or ``stopped``.
+        request_id: of the latest request.
+        errors: what went wrong since the last report: requests that cannot be met, and why.
+    """
 
     step: int
     num_steps: int
@@ -56,7 +69,11 @@ class StepReport:
 
 
 class SchedulerHook(Protocol):
-    """The tell half, called by the job. ``poll`` must not block."""
+    """The tell half, called by the job on one thread of its own, one call at a time.
+
+    ``poll`` is called at every step boundary and must not block: a job waits a second for it, once, and
+    then trains on without an answer until the call returns.
+    """
 
     def poll(self, step: int) -> Request | GridShape | None:
         """Return what the scheduler wants at this step boundary, if anything."""
@@ -65,4 +82,4 @@ class SchedulerHook(Protocol):
         """Take note of progress."""
 
     def prepare(self) -> list[GridShape]:
-        """Grids worth compiling ahead, likeliest first."""
+        """Grids worth compiling ahead, likeliest first. Asked now and then; a plan for one of them swaps in at once."""

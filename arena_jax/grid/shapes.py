@@ -88,6 +88,11 @@ class Submesh:
         return f"{self.num_nodes}x{self.devices_per_node}"
 
 
+def parse_target(text: str) -> GridShape | Allocation:
+    """Read ``cpu:4/s2`` as a grid shape and ``cpu:4`` as an allocation."""
+    return GridShape.parse(text) if "/" in text else Allocation.parse(text)
+
+
 def _parse(text: str, catalogue: Catalogue | None) -> tuple[Allocation, int | None]:
     match = _GRID.fullmatch(text.strip())
     if match is None:

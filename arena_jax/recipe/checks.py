@@ -133,8 +133,14 @@ def _optimizer(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _hook(recipe: Recipe) -> Iterator[Fault]:
-    if recipe.hook.script and recipe.hook.socket:
-        yield ("hook.script", "hook.socket"), "hook.socket: a script and a socket cannot both decide"
+    own_socket = recipe.hook.socket not in ("auto", "off")
+    keys = (("script", recipe.hook.script), ("socket", own_socket), ("file", recipe.hook.file))
+    given = [key for key, is_given in keys if is_given]
+    if len(given) > 1:
+        yield (
+            tuple(f"hook.{key}" for key in given),
+            f"hook.{given[1]}: a {given[0]} and a {given[1]} cannot both decide",
+        )
     for entry in recipe.hook.script:
         step, colon, target = entry.partition(":")
         if not colon or not step.strip().isdigit():

@@ -167,10 +167,21 @@ class EvalSection(Section):
 
 
 class HookSection(Section):
-    """What may change the allocation: a script of ``"STEP: GRID"`` lines, or a scheduler's socket."""
+    """What may change the allocation; at most one of the three.
+
+    Attributes:
+        script: ``"STEP: GRID"`` lines.
+        script_waits: whether the run stands still at a line's step until its plan is compiled, so that the
+            script always does the same; otherwise it trains on meanwhile.
+        socket: path of the socket that ``arena-jax resize`` speaks to; ``auto`` is one in the run's
+            directory, unless there is a script or a file; ``off`` is none.
+        file: a file that is read when the process gets SIGUSR1; its first line is a grid, ``pause`` or ``stop``.
+    """
 
     script: list[str] = []
-    socket: str | None = None
+    script_waits: bool = True
+    socket: str = "auto"
+    file: str | None = None
 
 
 class Recipe(Section):

@@ -8,6 +8,7 @@ import jax
 
 from arena_jax.grid import Allocation, GridShape, Plan
 from arena_jax.runtime.metrics import StepRecord
+from arena_jax.runtime.move import Moved
 
 StopReason = Literal["done", "data_ended", "interrupted", "terminated", "stopped"]
 
@@ -23,6 +24,8 @@ class Program(Protocol):
     def save_tree(self, state: Any) -> dict[str, Any]: ...
     def abstract_tree(self) -> dict[str, jax.ShapeDtypeStruct]: ...
     def load_tree(self, tree: dict[str, Any]) -> Any: ...
+    def plan_move(self, other: Any) -> Any: ...
+    def take_from(self, state: Any, other: Any) -> tuple[Any, Moved]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +43,12 @@ class Swap:
 
     Attributes:
         source, target: the grids.
-        background_s: seconds of planning and compiling.
-        stall_s: seconds during which no step ran because of the swap.
+        background_s: seconds of planning and compiling for it; 0 where that was done before it was asked for.
+        stall_s: seconds from the end of the last step under the old plan until the next could begin.
+        prepared: whether the plan was compiled before it was asked for.
+        move_s: seconds of ``stall_s`` in which the state moved.
+        moved_bytes: bytes written by the move, all devices together.
+        difference: what the new plan does otherwise, in words.
     """
 
     step: int
@@ -50,6 +57,10 @@ class Swap:
     reason: str
     background_s: float
     stall_s: float
+    prepared: bool = False
+    move_s: float = 0.0
+    moved_bytes: int = 0
+    difference: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As the event log and ``train --json`` write it."""
@@ -60,6 +71,10 @@ class Swap:
             "reason": self.reason,
             "background_s": self.background_s,
             "stall_s": self.stall_s,
+            "prepared": self.prepared,
+            "move_s": self.move_s,
+            "moved_bytes": self.moved_bytes,
+            "difference": self.difference,
         }
 
 

@@ -58,6 +58,10 @@ class InFlight:
         """Let the next step's time begin now: something other than a step took the time before."""
         self._last_s = time.perf_counter()
 
+    def since_last_s(self) -> float:
+        """Seconds since a step was last seen to complete, or since the clock was restarted."""
+        return time.perf_counter() - self._last_s
+
     def push(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add a dispatched step."""
         for leaf in jax.tree.leaves(metrics):

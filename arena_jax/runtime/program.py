@@ -26,6 +26,7 @@ from arena_jax.runtime.layout import (
     to_tree,
     unflatten,
 )
+from arena_jax.runtime.move import Move, Moved
 
 
 class Program:
@@ -40,6 +41,7 @@ class Program:
         self._layout = layout
         self._engine = engine
         self._evaluator = evaluator
+        self._move: tuple[Program, Move] | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -99,6 +101,16 @@ class Program:
     def load_tree(self, tree: Tree) -> State:
         """Place a saved tree; the arrays given are neither donated nor changed."""
         return from_tree(self._layout, tree)
+
+    def plan_move(self, other: "Program") -> Move:
+        """How a state of ``other`` comes here; kept, so that :meth:`take_from` need not plan it."""
+        if self._move is None or self._move[0] is not other:
+            self._move = other, Move(other.layout, self._layout)
+        return self._move[1]
+
+    def take_from(self, state: State, other: "Program") -> tuple[State, Moved]:
+        """Move a state of ``other`` here leaf by leaf, consuming it; after an exception it is as it was."""
+        return self.plan_move(other).run(state)
 
     def reshard_from(self, state: State, other: "Program") -> State:
         """Move a state of ``other`` to this program's plan; ``state`` stays valid."""

@@ -13,18 +13,23 @@ from typing import Any
 
 import jax
 
-from arena_jax.errors import ArenaError, NonFiniteLossError
-from arena_jax.grid import Allocation, GridShape, Pause, Request, SchedulerHook, Stop
+from arena_jax.errors import NonFiniteLossError, StateLostError
+from arena_jax.grid import Pause, SchedulerHook, Stop, plan_difference
+from arena_jax.runtime.ahead import AheadCompiler, Warm
+from arena_jax.runtime.changes import Due, PlanChanges
 from arena_jax.runtime.checkpoint import CheckpointStore, Saved
 from arena_jax.runtime.checkpoint_info import CheckpointInfo
 from arena_jax.runtime.contract import Compiled, LoopOptions, Outcome, Program, Recompile, StopReason, Swap
 from arena_jax.runtime.feed import Feed
 from arena_jax.runtime.journal import Journal
 from arena_jax.runtime.metrics import EvalMean, InFlight, StepRecord, is_bad, num_rows
+from arena_jax.runtime.move import Moved
 from arena_jax.runtime.scheduler_line import SchedulerLine
 from arena_jax.runtime.signals import StopSignals
 
-_PAUSE_POLL_S = 0.2
+_PAUSE_POLL_S = 0.1
+# Seconds between questions to the hook what to compile ahead.
+_PREPARE_EVERY_S = 5.0
 
 
 class Trainer:
@@ -39,7 +44,8 @@ class Trainer:
         store: where checkpoints go; ``None`` saves nothing.
         eval_data: iterated anew for each evaluation.
         hook: the scheduler's half; ``None`` when there is none.
-        recompile: how to follow the scheduler to another grid.
+        recompile: how to follow the scheduler to another grid; called on another thread.
+        warm: fills the caches before ``recompile``, in another process.
         signals: whose signal ends the run; may be entered already.
     """
 
@@ -55,6 +61,7 @@ class Trainer:
         eval_data: Iterable[Any] | None = None,
         hook: SchedulerHook | None = None,
         recompile: Recompile | None = None,
+        warm: Warm | None = None,
         signals: StopSignals | None = None,
     ) -> None:
         self._compiled = compiled
@@ -65,7 +72,11 @@ class Trainer:
         self._store = store
         self._eval_data = eval_data
         self._scheduler = SchedulerLine(hook, options, journal)
-        self._recompile = recompile
+        self._ahead = None if recompile is None or hook is None else AheadCompiler(recompile, warm)
+        self._changes = PlanChanges(self._ahead, self._scheduler, journal)
+        self._devices: tuple[int, ...] | None = None
+        self._asked_to_prepare_s = -_PREPARE_EVERY_S
+        self._save_s = 0.0
         self._signals = signals or StopSignals()
         self._state: Any = None
         self._step = 0
@@ -83,6 +94,9 @@ class Trainer:
         del state  # so that a pause can free it
         with self._signals as signals:
             self._inflight.restart_clock()
+            if self._ahead is not None:
+                self._ahead.run_under(self._compiled.program)
+                self._ahead.keep(self._compiled, None)
             try:
                 reason = self._train(signals)
                 self._drain()
@@ -91,6 +105,10 @@ class Trainer:
                 if self._store is not None:  # what was being saved is from before the failure
                     self._log_saves(self._store.wait())
                 raise
+            finally:
+                self._scheduler.close()
+                if self._ahead is not None:
+                    self._ahead.close()
         return Outcome(
             state=self._state,
             program=self._compiled.program,
@@ -127,6 +145,7 @@ class Trainer:
                 self._save()
 
     def _end(self, reason: StopReason) -> None:
+        self._changes.drop("the run ended before its plan was compiled")
         if reason == "done" and self._options.eval_every and self._history:
             self._evaluate()
         self._save()
@@ -202,9 +221,11 @@ class Trainer:
         if self._store is None or not self._saves:
             return
         self._drain()
+        began_s = time.perf_counter()
         program = self._compiled.program
         info = self._describe(self._step, program, self._feed.position())
         self._log_saves(self._store.save(self._step, program.save_tree(self._state), info))
+        self._save_s = time.perf_counter() - began_s
         self._inflight.restart_clock()
 
     def _log_saves(self, saves: Iterable[Saved]) -> None:
@@ -225,102 +246,152 @@ class Trainer:
     # The scheduler
 
     def _obey(self, signals: StopSignals) -> StopReason | None:
-        """Ask the hook what is wanted at this boundary, and do it."""
+        """Ask the hook what is wanted at this boundary, and do what can be done at it."""
+        self._prepare_ahead()
+        reason = self._ask(signals)
+        while reason is None and self._changes.must_wait and not self._changes.overdue(self._margin_s()):
+            if signals.received is not None:
+                break
+            self._drain()
+            self._changes.wait(_PAUSE_POLL_S)
+            due = self._changes.due(self._compiled, self._devices)
+            if due is not None:
+                self._swap(due)
+            reason = self._ask(signals)
+        if reason is not None:
+            return reason
+        due = self._changes.due(self._compiled, self._devices)
+        if due is not None:
+            self._swap(due)
+        elif self._changes.overdue(self._margin_s()):
+            return self._pause(signals, asked=False)
+        return None
+
+    def _ask(self, signals: StopSignals) -> StopReason | None:
         request = self._scheduler.poll(self._step)
         if request is None:
             return None
         if isinstance(request.target, Stop):
+            self._changes.drop("it was stopped")
             return "stopped"
         if isinstance(request.target, Pause):
-            return self._pause(signals)
-        self._drain()
-        self._swap(request)
+            self._changes.drop("it was paused")
+            return self._pause(signals, asked=True)
+        before = self._changes.pending
+        self._changes.want(request, self._compiled, self._devices)
+        if self._changes.pending not in (None, before):
+            self._journal.emit("request", step=self._step, target=str(request.target), reason=request.reason)
+            self._report("running")
         return None
 
-    def _swap(self, request: Request) -> None:
-        """Go on under the plan of another grid, with the same state, at this step boundary."""
-        began_s = time.perf_counter()
-        source = self._compiled.program.plan.grid
-        compiled = self._prepare(request)
-        if compiled is None:
+    def _prepare_ahead(self) -> None:
+        """Now and then, compile what the hook thinks likely."""
+        now_s = time.monotonic()
+        if self._ahead is None or now_s - self._asked_to_prepare_s < _PREPARE_EVERY_S:
             return
-        background_s = time.perf_counter() - began_s
-        old = self._compiled.program
-        self._state = compiled.program.load_tree(old.save_tree(self._state))
-        jax.block_until_ready(jax.tree.leaves(self._state))
-        self._adopt(compiled, source, request, background_s, stall_s=time.perf_counter() - began_s)
+        grids = self._scheduler.proposals()
+        if grids is not None:
+            self._asked_to_prepare_s = now_s
+            self._ahead.prepare(grids)
+        for target, error in self._ahead.take_failures():
+            why = getattr(error, "message", str(error))
+            self._journal.warn(f"cannot prepare {target}: {why}", once=True)
 
-    def _prepare(self, request: Request) -> Compiled | None:
-        """Plan and compile for a request; a request that cannot be met is refused, not fatal."""
-        target = request.target
-        assert isinstance(target, GridShape | Allocation)
-        if self._recompile is None or target in (self._compiled.program.plan.grid,):
-            return None
+    def _margin_s(self) -> float:
+        """How long before a deadline to begin: a step in flight and a save come first."""
+        recent = self._history[-1].step_time_s if self._history else 0.0
+        return 3 * recent + 2 * self._save_s
+
+    def _swap(self, due: Due) -> None:
+        """Go on under another plan, with the same state, at this step boundary."""
+        self._drain()
+        old = self._compiled.program
         try:
-            return self._recompile(target, request.devices)
-        except Exception as error:  # whatever fails here, the plan that runs is still good
-            why = error.message if isinstance(error, ArenaError) else f"{type(error).__name__}: {error}"
-            message = f"cannot go to {target}: {why}"
-            self._scheduler.refuse(message)
-            self._journal.warn(message)
+            self._state, moved = due.compiled.program.take_from(self._state, old)
+        except StateLostError:
+            raise
+        except Exception as error:  # the state is where it was, and so is the plan that runs
+            self._changes.failed(due.request, error)
             self._report("running")
             self._inflight.restart_clock()
-            return None
+            return
+        if moved.parked_bytes:
+            self._journal.warn(
+                f"{moved.parked_bytes} bytes of the state went through host memory: the devices had no room for "
+                "the old and the new form of it"
+            )
+        self._adopt(due, stall_s=self._inflight.since_last_s(), moved=moved)
 
-    def _adopt(
-        self, compiled: Compiled, source: GridShape, request: Request, background_s: float, *, stall_s: float
-    ) -> None:
-        plan = compiled.program.plan
-        self._compiled = compiled
+    def _adopt(self, due: Due, *, stall_s: float, moved: Moved | None = None) -> None:
+        before, plan = self._compiled.program.plan, due.compiled.program.plan
+        self._compiled, self._devices = due.compiled, due.request.devices
         swap = Swap(
             step=self._step,
-            source=source,
+            source=before.grid,
             target=plan.grid,
-            reason=request.reason,
-            background_s=background_s,
+            reason=due.request.reason,
+            background_s=due.background_s,
             stall_s=stall_s,
+            prepared=due.prepared,
+            move_s=0.0 if moved is None else moved.seconds,
+            moved_bytes=0 if moved is None else moved.written_bytes,
+            difference=plan_difference(before, plan),
         )
         self._swaps.append(swap)
         self._journal.emit("swap", **swap.to_json())
-        self._journal.plan(plan, step=self._step, reason="swap", compiled=compiled)
+        self._journal.plan(plan, step=self._step, reason="swap", compiled=self._compiled)
+        if self._ahead is not None:
+            self._ahead.run_under(self._compiled.program)
         self._report("running")
         self._inflight.restart_clock()
 
-    def _pause(self, signals: StopSignals) -> StopReason | None:
-        """Save, move the state to host memory so that the devices are free, and wait to go on."""
-        began_s = time.perf_counter()
+    def _pause(self, signals: StopSignals, *, asked: bool) -> StopReason | None:
+        """Save, move the state to host memory so that the devices are free, and wait to go on.
+
+        Args:
+            asked: whether for a ``Pause``; otherwise devices had to be freed before the plan of the pending
+                request was compiled.
+        """
         self._drain()
+        began_s = time.perf_counter()
         self._save()
         if self._store is not None:
             self._log_saves(self._store.wait())
-        source = self._compiled.program.plan.grid
         tree = jax.device_get(self._compiled.program.save_tree(self._state))
         self._state = None
-        self._journal.emit("pause", step=self._step)
+        self._journal.emit("pause", step=self._step, asked=asked)
         self._report("paused")
-        compiled: Compiled | None = self._compiled
         while True:
-            time.sleep(_PAUSE_POLL_S)
             request = self._scheduler.poll(self._step)
             stopping = signals.received is not None or (request is not None and isinstance(request.target, Stop))
             if stopping:  # the state comes back, so that the caller still gets a model
                 self._state = self._compiled.program.load_tree(tree)
                 return None if signals.received is not None else "stopped"
-            if request is None or isinstance(request.target, Pause):
+            due = None
+            if request is not None and isinstance(request.target, Pause):
+                self._changes.drop("it was paused")
+            elif request is not None and self._changes.want(request, self._compiled, self._devices):
+                due = Due(request=request, compiled=self._compiled, background_s=0.0, prepared=True)
+            due = due or self._changes.due(self._compiled, self._devices)
+            if due is None:
+                if self._changes.pending is not None:
+                    self._changes.wait(_PAUSE_POLL_S)
+                else:
+                    time.sleep(_PAUSE_POLL_S)
                 continue
-            prepared_s = time.perf_counter()
-            if request.target != source:
-                compiled = self._prepare(request)
-                if compiled is None:
-                    continue
-            assert compiled is not None
-            background_s = time.perf_counter() - prepared_s
-            self._state = compiled.program.load_tree(tree)
-            request = replace(request, reason=request.reason or "pause")
-            self._adopt(compiled, source, request, background_s, stall_s=time.perf_counter() - began_s)
+            try:
+                self._state = due.compiled.program.load_tree(tree)
+            except Exception as error:
+                self._changes.failed(due.request, error)
+                self._report("paused")
+                continue
+            due = replace(due, request=replace(due.request, reason=due.request.reason or "pause"))
+            self._adopt(due, stall_s=time.perf_counter() - began_s)
             return None
 
     def _report(self, state: str) -> None:
+        if state == "running" and self._changes.pending is not None:
+            state = "preparing"
         self._scheduler.report(state, self._step, self._history, self._compiled)
 
 

@@ -38,6 +38,9 @@ MAX_KEY_CHARS = 250
 TAG_RUN = "arena.run_id"
 TAG_SEGMENT = "arena.segment"
 
+# What of a swap becomes tags of the plan that follows it, and of the whole run.
+_SWAP_TAGS = ("from", "to", "reason", "background_s", "stall_s", "prepared", "difference")
+
 _FORBIDDEN = re.compile(r"[^\w\-. :/]")
 
 
@@ -89,6 +92,8 @@ class MLflowTracker:
                     metrics = []
                     getattr(self, f"_on_{event['kind']}")(event)
                 elif event["kind"] in ("step", "eval", "checkpoint", "swap"):
+                    if event["kind"] == "swap":  # the plan that comes next tells of it, too
+                        self.state["swap"] = {k: event[k] for k in _SWAP_TAGS if event.get(k) not in (None, "")}
                     metrics += [(run, event) for run in self._current_runs()]
             self._flush(metrics)
         except BaseException:
@@ -209,6 +214,8 @@ class MLflowTracker:
         segment = self._find_or_create(self.state["experiment_id"], str(event.get("grid", "plan")), tags)
         facts = {key: _text(event[key]) for key in ("plan_id", "grid", "engine", "reason") if event.get(key)}
         described = [RunTag(f"arena.{key}", value) for key, value in facts.items()]
+        swap = self.state.pop("swap", None) or {}
+        described += [RunTag(f"arena.swap.{key}", _text(value)) for key, value in swap.items()]
         client.log_batch(segment, tags=[*described, RunTag("arena.first_step", str(event.get("step", 0)))])
         client.log_batch(parent, tags=described)
         if event.get("plan"):
@@ -269,6 +276,7 @@ def metrics_of(event: Event) -> Iterator[tuple[str, float]]:
         named = {"checkpoint_s": event.get("seconds")}
     elif kind == "swap":
         named = {"swap_background_s": event.get("background_s"), "swap_stall_s": event.get("stall_s")}
+        named |= {"swap_move_s": event.get("move_s"), "swap_moved_bytes": event.get("moved_bytes")}
     for key, value in named.items():
         number = _number(value)
         if number is not None:

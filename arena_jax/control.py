@@ -1,0 +1,313 @@
+"""A running training as another terminal sees it: a Unix socket that its owner alone can use.
+
+:class:`ControlSocket` is a scheduler hook; :func:`ask` speaks to it, as ``arena-jax resize`` does. Both ends
+send one line of JSON. This module needs no jax.
+
+Asked for                                     answered
+``{"target": "cpu:4/s2", "deadline_s": 30}``  ``{"id": "resize-1"}``, or ``{"error": ..., "hint": ...}``
+``{"prepare": ["cpu:8/s1"]}``                 ``{"prepare": [...]}``
+``{"state": "resize-1"}``                     the latest report, and ``outcome``: ``pending``, ``done`` or
+                                              ``refused``
+"""
+
+import json
+import os
+import shutil
+import socket
+import stat
+import struct
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from arena_jax.errors import ArenaError, UsageError
+from arena_jax.grid import Allocation, GridShape, Pause, Request, StepReport, Stop, Target, parse_target
+
+FILE_NAME = "control.json"
+_SOCKET_NAME = "control.sock"
+# What the kernel takes is about 108 bytes; a longer path is replaced by one in the temporary folder.
+_MAX_PATH_BYTES = 100
+_MAX_LINE_BYTES = 1 << 16
+_TIMEOUT_S = 5.0
+_KEYS = {"target", "devices", "deadline_s", "reason", "wait"}
+
+
+class ControlSocket:
+    """A scheduler hook that takes its requests from a Unix socket.
+
+    Args:
+        folder: the run's directory; ``control.json`` in it says where the socket is.
+        path: of the socket; by default ``control.sock`` in the folder.
+
+    Raises:
+        UsageError: the socket cannot be made, or another user's or a living one is in its place.
+    """
+
+    def __init__(self, folder: str | Path, path: str | Path | None = None) -> None:
+        self._folder = Path(folder)
+        self._own_folder: Path | None = None
+        self.path = Path(path) if path is not None else self._folder / _SOCKET_NAME
+        if path is None and len(os.fsencode(self.path.absolute())) > _MAX_PATH_BYTES:
+            self._own_folder = Path(tempfile.mkdtemp(prefix="arena-jax-"))
+            self.path = self._own_folder / _SOCKET_NAME
+        self._lock = threading.Lock()
+        self._request: Request | None = None
+        self._latest: tuple[str, Request] | None = None
+        self._outcome = ""
+        self._why: tuple[str, ...] = ()
+        self._count = 0
+        self._prepare: list[GridShape] = []
+        self._report: StepReport | None = None
+        self._server = self._listen()
+        threading.Thread(target=self._serve, name="control-socket", daemon=True).start()
+
+    # The hook.
+
+    def poll(self, step: int) -> Request | None:
+        """The latest request that was not given yet."""
+        with self._lock:
+            request, self._request = self._request, None
+        return request
+
+    def report(self, report: StepReport) -> None:
+        """Keep the report, and find out what has become of the latest request."""
+        with self._lock:
+            self._report = report
+            if self._latest is None or self._outcome != "pending" or report.request_id != self._latest[0]:
+                return
+            if report.errors:
+                self._outcome, self._why = "refused", report.errors
+            elif _met(self._latest[1].target, report):
+                self._outcome = "done"
+
+    def prepare(self) -> list[GridShape]:
+        """What was asked to be compiled ahead."""
+        with self._lock:
+            return list(self._prepare)
+
+    def close(self) -> None:
+        """Take no more requests, and remove the socket."""
+        with suppress(OSError):
+            self._server.close()
+        for file in (self.path, self._folder / FILE_NAME):
+            with suppress(OSError):
+                file.unlink()
+        if self._own_folder is not None:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
+
+    # The server.
+
+    def _listen(self) -> socket.socket:
+        _clear_place(self.path)
+        server = socket.socket(socket.AF_UNIX)
+        try:
+            server.bind(str(self.path))
+            # Between the two calls others could connect where the folder lets them; each peer is checked, too.
+            os.chmod(self.path, 0o600)
+            server.listen(8)
+            temporary = self._folder / f"{FILE_NAME}.tmp"
+            temporary.write_text(
+                json.dumps({"socket": str(self.path.absolute()), "pid": os.getpid()}), encoding="utf-8"
+            )
+            temporary.rename(self._folder / FILE_NAME)
+        except OSError as error:
+            server.close()
+            raise UsageError(
+                f"cannot listen on {str(self.path)!r}: {error.strerror or error}",
+                hint="set hook.socket to a short path on a local disk, or to off",
+            ) from error
+        return server
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return  # closed
+            with connection, suppress(OSError, ValueError):
+                connection.settimeout(_TIMEOUT_S)
+                try:
+                    _check_peer(connection)
+                    answer = self._answer(_read(connection))
+                except ArenaError as error:
+                    answer = {"error": error.message, "hint": error.hint}
+                connection.sendall(json.dumps(answer).encode() + b"\n")
+
+    def _answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        if "state" in asked:
+            return self._state(asked["state"])
+        if "prepare" in asked:
+            grids = [GridShape.parse(str(text)) for text in asked["prepare"]]
+            with self._lock:
+                self._prepare = grids
+            return {"prepare": [str(grid) for grid in grids]}
+        request = read_request(asked)
+        with self._lock:
+            self._count += 1
+            name = f"resize-{self._count}"
+            request = replace(request, id=name)
+            self._request, self._latest, self._outcome, self._why = request, (name, request), "pending", ()
+        return {"id": name}
+
+    def _state(self, name: Any) -> dict[str, Any]:
+        with self._lock:
+            report, latest = self._report, self._latest
+            outcome = "replaced" if latest is not None and name not in (None, latest[0]) else self._outcome
+            why = self._why
+        said: dict[str, Any] = {"outcome": outcome, "errors": list(why)}
+        if report is not None:
+            said |= {
+                "step": report.step,
+                "num_steps": report.num_steps,
+                "grid": str(report.grid),
+                "plan_id": report.plan_id,
+                "state": report.state,
+            }
+        return said
+
+
+def ask(folder: str | Path, message: Mapping[str, Any], *, timeout_s: float = _TIMEOUT_S) -> dict[str, Any]:
+    """Send one message to the training in ``folder``, and return its answer.
+
+    Raises:
+        UsageError: nobody listens there, the socket is another user's, or the training refuses.
+    """
+    path = _socket_of(Path(folder))
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(timeout_s)
+        try:
+            client.connect(str(path))
+            client.sendall(json.dumps(dict(message)).encode() + b"\n")
+            answer = _read(client)
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise UsageError(
+                f"the training in {str(folder)!r} does not answer: {why}", hint="it may have ended"
+            ) from error
+    if "error" in answer:
+        raise UsageError(str(answer["error"]), hint=str(answer.get("hint") or ""))
+    return answer
+
+
+def read_request(fields: Mapping[str, Any]) -> Request:
+    """A request from its JSON form; raises :class:`UsageError` for what is none."""
+    unknown = sorted(set(fields) - _KEYS)
+    if unknown or "target" not in fields:
+        what = f"an unknown key {unknown[0]!r}" if unknown else "no target"
+        raise UsageError(f"the request has {what}", hint=f"keys: {', '.join(sorted(_KEYS))}")
+    words: dict[str, Target] = {"pause": Pause(), "stop": Stop()}
+    text = str(fields["target"]).strip()
+    target = words[text] if text in words else parse_target(text)
+    devices, deadline_s = fields.get("devices"), fields.get("deadline_s")
+    if devices is not None:
+        if not isinstance(devices, list) or not all(type(d) is int and d >= 0 for d in devices):
+            raise UsageError(f"devices is {devices!r}", hint="give a list of device numbers")
+        if isinstance(target, GridShape | Allocation) and len(set(devices)) != target.num_devices:
+            raise UsageError(f"{target} needs {target.num_devices} devices, {devices} names {len(set(devices))}")
+    if deadline_s is not None and (
+        not isinstance(deadline_s, int | float) or isinstance(deadline_s, bool) or deadline_s < 0
+    ):
+        raise UsageError(f"deadline_s is {deadline_s!r}", hint="give seconds, 0 or more")
+    return Request(
+        target=target,
+        devices=None if devices is None else tuple(devices),
+        deadline_s=None if deadline_s is None else float(deadline_s),
+        reason=str(fields.get("reason", "")),
+        wait=bool(fields.get("wait", False)),
+    )
+
+
+def find_training(path: str | Path) -> Path:
+    """The run directory meant: ``path`` itself, or the newest in it that listens.
+
+    Raises:
+        UsageError: there is none.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise UsageError(f"{str(path)!r} is no run directory", hint="name the directory that `train` printed")
+    if (path / FILE_NAME).is_file():
+        return path
+    below = sorted((entry.parent for entry in path.glob(f"*/{FILE_NAME}")), reverse=True)
+    if below:
+        return below[0]
+    raise UsageError(
+        f"no training listens in {str(path)!r}",
+        hint="it has ended, or was started with hook.socket=off, hook.script or hook.file",
+    )
+
+
+def _met(target: Any, report: StepReport) -> bool:
+    if isinstance(target, Pause):
+        return report.state == "paused"
+    if isinstance(target, Stop):
+        return report.state == "stopped"
+    if report.state not in ("running", "finished"):
+        return False
+    return bool(report.grid == target or report.grid.allocation == target)
+
+
+def _socket_of(folder: Path) -> Path:
+    try:
+        path = Path(json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))["socket"])
+        owner = path.stat().st_uid
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"no training listens in {str(folder)!r}", hint="it has ended, or was started without a socket"
+        ) from error
+    if owner != os.geteuid():
+        raise UsageError(
+            f"the socket {str(path)!r} belongs to user {owner}, you are user {os.geteuid()}",
+            hint="ask as the user that trains",
+        )
+    return path
+
+
+def _clear_place(path: Path) -> None:
+    """Remove a socket that a killed training left; refuse anything else that is in the way."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"cannot use the socket {str(path)!r}: {error.strerror}") from error
+    if found.st_uid != os.geteuid():
+        raise UsageError(f"{str(path)!r} belongs to user {found.st_uid}", hint="set hook.socket to another path")
+    if not stat.S_ISSOCK(found.st_mode):
+        raise UsageError(f"{str(path)!r} is in the way: it is no socket", hint="set hook.socket to another path")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            path.unlink(missing_ok=True)
+            return
+    raise UsageError(f"another training listens on {str(path)!r}", hint="set hook.socket to another path")
+
+
+def _check_peer(connection: socket.socket) -> None:
+    if not hasattr(socket, "SO_PEERCRED"):
+        return  # not Linux: the socket's mode must do
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    if user not in (os.geteuid(), 0):
+        raise UsageError(f"user {user} may not resize a training of user {os.geteuid()}")
+
+
+def _read(connection: socket.socket) -> dict[str, Any]:
+    data = b""
+    while b"\n" not in data:
+        part = connection.recv(_MAX_LINE_BYTES)
+        if not part or len(data) + len(part) > _MAX_LINE_BYTES:
+            raise UsageError("a message is one line of JSON")
+        data += part
+    try:
+        message = json.loads(data)
+    except ValueError as error:
+        raise UsageError("a message is one line of JSON") from error
+    if not isinstance(message, dict):
+        raise UsageError("a message is a JSON object")
+    return message
