@@ -17,6 +17,8 @@ from arena_jax.runtime.scheduler_line import SchedulerLine
 
 # A deadline is met this much early, or as much earlier as a step and a save last took.
 _MARGIN_S = 0.5
+# A hook may ask for the same at every boundary; what was refused is not tried again for so many seconds.
+_RETRY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +53,9 @@ class PlanChanges:
         self._work: Ahead | None = None
         self._prepared = False
         self._free_by_s: float | None = None
-        # A hook may go on asking for the same: what was made or refused last is not begun again.
         self._made: Request | None = None
         self._refused: Request | None = None
+        self._retry_at_s = 0.0
 
     @property
     def pending(self) -> Request | None:
@@ -77,7 +79,7 @@ class PlanChanges:
         """
         target = request.target
         assert isinstance(target, GridShape | Allocation)
-        if request in (self._request, self._refused):
+        if request == self._request or (request == self._refused and time.monotonic() < self._retry_at_s):
             return False
         self.drop()
         if request == self._made or (target == running.program.plan.grid and request.devices == devices):
@@ -134,7 +136,7 @@ class PlanChanges:
         self._refuse(request, _why(error))
 
     def _refuse(self, request: Request, why: str) -> None:
-        self._made, self._refused = None, request
+        self._made, self._refused, self._retry_at_s = None, request, time.monotonic() + _RETRY_S
         message = f"cannot go to {request.target}: {why}"
         self._scheduler.refuse(message)
         self._journal.warn(message)
