@@ -15,6 +15,9 @@ from arena_jax.compiler.stage_cost import MeshCost, Option, StateRatios, layer_w
 from arena_jax.compiler.trace import Trace, trace_loss
 from arena_jax.grid import Submesh
 
+# Memory cannot bind where the whole model takes less than this part of a device.
+_MOST_STAGES = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
@@ -56,20 +59,31 @@ class Analysis:
     layers: Layers
     shardings: ShardingSearch
     coupling: str
-    _meshes: dict[object, MeshCost] = field(default_factory=dict)
+    _meshes: dict[object, tuple[MeshCost, ...]] = field(default_factory=dict)
 
     @cached_property
     def ratios(self) -> StateRatios:
         return state_ratios(self.problem)
 
-    def mesh(self, hardware: Hardware, submesh: Submesh, dp: int, tp: int) -> MeshCost:
-        """Costs of all runs of layers on a submesh arranged as ``dp x tp``, under its best sharding; found once."""
+    def meshes(self, hardware: Hardware, submesh: Submesh, dp: int, tp: int) -> tuple[MeshCost, ...]:
+        """Costs of all runs of layers on a submesh arranged as ``dp x tp``, found once.
+
+        Under the fastest sharding, and where the model might not fit under that, under a lean one too.
+        """
         on_cpu = hardware.device.platform == "cpu"  # whose devices share what the machine has
         key = hardware.device.name, hardware.allocation.num_devices if on_cpu else None, submesh, dp, tp
         if key not in self._meshes:
-            prices = prices_of(hardware, submesh, dp, tp, update_ratio=self.ratios.update)
-            work = layer_work(self.graph, self.layers, self.shardings.find(dp, tp, prices))
-            self._meshes[key] = mesh_cost(work, hardware, submesh, self.ratios, self.layers)
+            ratios = self.ratios
+            prices = prices_of(hardware, submesh, dp, tp, update_ratio=ratios.update, parameter_memory=ratios.held)
+            shardings = [self.shardings.find(dp, tp, prices)]
+            # A stage holds a part of the model, so much of it that memory may bind.
+            if shardings[0].solution.memory_bytes > hardware.usable_bytes / _MOST_STAGES:
+                lean = self.shardings.find_lean(dp, tp, prices)
+                shardings += [lean] if lean is not None else []
+            self._meshes[key] = tuple(
+                mesh_cost(layer_work(self.graph, self.layers, found), hardware, submesh, ratios, self.layers)
+                for found in shardings
+            )
         return self._meshes[key]
 
 

@@ -119,8 +119,9 @@ class _GridSearch:
     def _options(self, submesh: Submesh) -> list[tuple[MeshCost, Option]]:
         if submesh not in self.options:
             self.options[submesh] = [
-                (self._analysis.mesh(self._hardware, submesh, dp, tp), option)
+                (mesh, option)
                 for dp, tp in self._meshes(submesh)
+                for mesh in self._analysis.meshes(self._hardware, submesh, dp, tp)
                 for option in self._constraints.options()
                 if option.zero == 0 or dp > 1
             ]

@@ -24,21 +24,30 @@ class Prices:
     Attributes:
         work: ``SIZE`` numbers, forward and backward pass together.
         parameter_s: what one more byte of parameters costs in the optimizer's update.
+        parameter_memory: bytes that a device holds for each byte of trainable parameters.
     """
 
     work: tuple[float, ...]
     parameter_s: float
+    parameter_memory: float
+
+    def memory_bytes(self, work: w.Floats, parameter_bytes: w.Floats, frozen_bytes: w.Floats) -> w.Floats:
+        """Bytes of a device: what parameters bring along, and what a microbatch keeps for its backward pass."""
+        return parameter_bytes * self.parameter_memory + frozen_bytes + work[..., w.SAVED] / _MICROBATCHES
 
     def seconds(self, work: w.Floats) -> w.Floats:
         """Seconds of work vectors, over the last dim."""
         return work @ np.array(self.work)
 
 
-def prices_of(hardware: Hardware, submesh: Submesh, dp: int, tp: int, *, update_ratio: float) -> Prices:
+def prices_of(
+    hardware: Hardware, submesh: Submesh, dp: int, tp: int, *, update_ratio: float, parameter_memory: float
+) -> Prices:
     """Prices on a submesh arranged as ``dp x tp``.
 
     Args:
         update_ratio: bytes that the optimizer's update moves per byte of parameters.
+        parameter_memory: bytes that a device holds per byte of parameters.
     """
     rates = {dtype: _PASSES * hardware.compute_s(1.0, dtype) for dtype in w.DTYPES}
     links = dict(zip(w.AXES, links_of(hardware, submesh, dp, tp), strict=True))
@@ -48,6 +57,7 @@ def prices_of(hardware: Hardware, submesh: Submesh, dp: int, tp: int, *, update_
         hardware.launch_s,
         {(axis, kind): _line(link, kind) for axis, link in links.items() for kind in w.KINDS},
         hardware.memory_s(1.0) * update_ratio,
+        parameter_memory,
     )
 
 
@@ -59,7 +69,7 @@ def nominal_prices() -> Prices:
     """
     weights = {kind: (10.0 if kind == "all_reduce" else 5.0, 0.0) for kind in w.KINDS}
     links = {(axis, kind): weight for axis in w.AXES for kind, weight in weights.items()}
-    return _prices(dict.fromkeys(w.DTYPES, 0.75), 3.0, 0.0, links, 4.0)
+    return _prices(dict.fromkeys(w.DTYPES, 0.75), 3.0, 0.0, links, 4.0, 5.0)
 
 
 def _prices(
@@ -68,6 +78,7 @@ def _prices(
     launch_s: float,
     links: dict[tuple[str, str], tuple[float, float]],
     parameter_s: float,
+    parameter_memory: float,
 ) -> Prices:
     work = w.empty()
     for dtype, seconds in flops_s.items():
@@ -80,7 +91,7 @@ def _prices(
             work[at] = byte_s * (_MICROBATCHES if phase == w.GRADIENT else 1)
             # Gradients are reduced together: no start for each parameter.
             work[at + 1] = 0.0 if phase == w.GRADIENT else start_s
-    return Prices(tuple(float(x) for x in work), parameter_s)
+    return Prices(tuple(float(x) for x in work), parameter_s, parameter_memory)
 
 
 def _line(link: Link, kind: str) -> tuple[float, float]:

@@ -26,6 +26,12 @@ from arena_jax.errors import ArenaError
 # Good enough to stop at, and seconds after which the best found so far is taken.
 RELATIVE_GAP = 1e-3
 TIME_LIMIT_S = 20.0
+# With a memory cap the program is hard: what was found by then will do.
+LEAN_LIMIT_S = 3.0
+# A lean sharding may use this part of what lies between the least memory and that of the fastest one,
+# and is sought where the least is below this part of the fastest one's.
+_LEAN = 0.25
+_WORTH_SAVING = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +63,7 @@ class ShardingSearch:
         self._graph = graph
         self._spaces: dict[tuple[int, int], TiedSpace] = {}
         self._found: dict[tuple[int, int, Prices], Sharding] = {}
+        self._lean: dict[tuple[int, int, Prices], Sharding | None] = {}
 
     @cached_property
     def _flat(self) -> Flat:
@@ -88,6 +95,23 @@ class ShardingSearch:
             self._found[key] = space.sharding(solution)
         return self._found[key]
 
+    def find_lean(self, dp: int, tp: int, prices: Prices) -> Sharding | None:
+        """The best sharding that takes clearly less memory than :meth:`find`'s, if there is one."""
+        key = dp, tp, prices
+        if key not in self._lean:
+            self._lean[key] = self._find_lean(dp, tp, prices)
+        return self._lean[key]
+
+    def _find_lean(self, dp: int, tp: int, prices: Prices) -> Sharding | None:
+        space = self.space(dp, tp)
+        free_bytes = self.find(dp, tp, prices).solution.memory_bytes
+        least_bytes = sum(float(memory.min()) for memory in space.problem(prices).memory)
+        if least_bytes > _WORTH_SAVING * free_bytes:
+            return None
+        cap = least_bytes + _LEAN * (free_bytes - least_bytes)
+        solution = solve_strategies(space.problem(prices, cap), time_limit_s=LEAN_LIMIT_S, relative_gap=RELATIVE_GAP)
+        return None if solution is None else space.sharding(solution)
+
 
 class TiedSpace:
     """A space of shardings whose repeated layers share their decisions.
@@ -107,7 +131,7 @@ class TiedSpace:
         self._parts: dict[object, Partitioned] = {}
 
     def problem(self, prices: Prices, memory_cap: float | None = None) -> StrategyProblem:
-        """The integer program at these prices; memory is that of parameters and what the backward pass reads."""
+        """The integer program at these prices, all layers on one mesh."""
         sizes = [0] * self._num_variables
         for node, variable in zip(self.strategies.nodes, self._variable, strict=True):
             sizes[variable] = len(node.strategies)
@@ -115,7 +139,7 @@ class TiedSpace:
         memory = [np.zeros(size) for size in sizes]
         for node, variable in zip(self.strategies.nodes, self._variable, strict=True):
             costs[variable] += prices.seconds(node.work) + prices.parameter_s * node.parameter_bytes
-            memory[variable] += node.parameter_bytes + node.frozen_bytes + node.work[:, w.SAVED]
+            memory[variable] += prices.memory_bytes(node.work, node.parameter_bytes, node.frozen_bytes)
         edges: dict[tuple[int, int], np.ndarray] = {}
         priced: dict[int, np.ndarray] = {}
         for reading in self.strategies.readings:

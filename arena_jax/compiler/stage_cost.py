@@ -263,6 +263,11 @@ class StateRatios:
     accumulator: float
 
     @property
+    def held(self) -> float:
+        """Bytes a device holds per byte of parameters: these, their gradients, sums of gradients, state."""
+        return 2 + self.optimizer + self.accumulator
+
+    @property
     def update(self) -> float:
         """Bytes that the optimizer's update moves per byte of parameters."""
         return 2 + 2 * self.optimizer + self.accumulator
