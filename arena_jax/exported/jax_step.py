@@ -19,6 +19,7 @@ programs and drives them 1F1B is a runtime, not a plan.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,8 +31,8 @@ from jax.extend.core import Literal
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 # What runs where. Specs are written dim by dim; a parameter that is not listed is replicated. Activations
-# are named by their equation in the traced loss: "12:0" is the first result of equation 12, "12/3:0" is
-# inside the body of equation 12.
+# are named by their equation in the traced loss: "12:0" is the first result of equation 12, "12<0" its first
+# operand, "12/3:0" is inside the body of equation 12.
 PLAN: dict[str, Any] = {}
 
 AXES = ("dp", "tp")
@@ -234,7 +235,7 @@ class _Planned:
         self.specs = part["activations"] if mesh.size > 1 else {}
         self.prefixes = set()
         for key in self.specs:
-            prefix = key.rpartition(":")[0]
+            prefix = re.split("[:<]", key)[0]
             while "/" in prefix:
                 prefix = prefix.rpartition("/")[0]
                 self.prefixes.add(prefix)
@@ -288,7 +289,8 @@ class _Planned:
 
     def _run(self, equations: Sequence[Any], env: dict[Any, Any]) -> None:
         for key, eqn in equations:
-            values = self._equation(key, eqn, [_read(a, env) for a in eqn.invars])
+            args = [self._placed(f"{key}<{i}", _read(a, env)) for i, a in enumerate(eqn.invars)]
+            values = self._equation(key, eqn, args)
             for i, (var, value) in enumerate(zip(eqn.outvars, values, strict=True)):
                 env[var] = self._placed(f"{key}:{i}", value)
 
@@ -301,8 +303,8 @@ class _Planned:
             raise ValueError(
                 f"this loss is not the one that was planned: value {key} has {value.ndim} dims, not {spec}"
             )
-        dims = [tuple(dim) if isinstance(dim, list) else dim for dim in spec]
-        return lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*dims)))
+        # Chosen at the size of the global batch, an axis may not divide a microbatch's dim.
+        return lax.with_sharding_constraint(value, NamedSharding(self.mesh, _fitting(spec, value.shape, 0)))
 
     def _body(self, prefix: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
