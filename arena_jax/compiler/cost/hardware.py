@@ -1,0 +1,113 @@
+"""A device type as the search sees it, inside one allocation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from arena_jax.compiler.cost.efficiency import FITTED, Efficiency
+from arena_jax.compiler.cost.matmul import balanced_shape, matmul_s
+from arena_jax.grid import CATALOGUE, Allocation, Catalogue, DeviceType
+
+# A number, or an array of them that is worked on elementwise.
+Floats = Any
+# What operations are told apart by.
+OP_KINDS = ("dot", "conv", "elementwise", "reduce", "gather", "scatter", "sort", "other")
+# Share of the streaming rate, besides that of reductions, which is fitted: rows of an embedding are
+# read nearly whole; scattered sums read, add and write; a sort passes over its input many times.
+_KIND_SHARE = {"elementwise": 1.0, "gather": 0.6, "scatter": 0.35, "sort": 0.06, "other": 0.8}
+# Devices keep some memory for the runtime, and fragmentation costs some.
+_MEMORY_SHARE = {"cpu": 1.0, "cuda": 0.9, "tpu": 0.95}
+# Issuing one stage program from Python, with its transfers, seconds.
+_DISPATCH_S = {"cpu": 6e-4, "cuda": 2e-4, "tpu": 2e-4}
+# Starting one fused kernel, seconds; GPUs: see Efficiency.
+_LAUNCH_S = {"cpu": 2e-6, "tpu": 2e-6}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A device type as the cost model sees it, inside one allocation."""
+
+    device: DeviceType
+    allocation: Allocation
+    efficiency: Efficiency = FITTED
+    # Measured over computed seconds by kind of operation, where someone measured.
+    corrections: Mapping[str, float] = field(default_factory=dict)
+    # Measured collectives by group size, stride and whether the group stays in a node.
+    collectives: Mapping[tuple[int, int, bool], Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def usable_bytes(self) -> int:
+        return int(self.device.memory_bytes * _MEMORY_SHARE[self.device.platform])
+
+    @property
+    def launch_s(self) -> float:
+        return _LAUNCH_S.get(self.device.platform, self.efficiency.launch_s)
+
+    @property
+    def dispatch_s(self) -> float:
+        return _DISPATCH_S[self.device.platform]
+
+    def op_s(
+        self,
+        kind: str,
+        dtype: str,
+        flops: Floats,
+        num_bytes: Floats,
+        shape: tuple[Floats, Floats, Floats, Floats] | None = None,
+    ) -> Floats:
+        """Seconds of one execution of an operation on one device, elementwise over arrays.
+
+        Args:
+            kind: one of :data:`OP_KINDS`.
+            dtype: numpy name of the type that is computed in.
+            flops: FLOPs of one device.
+            num_bytes: bytes one device reads and writes when the operation runs on its own.
+            shape: of a ``dot`` or ``conv``, where known, its (batch, rows, depth, columns) on one
+                device; else a product of FLOPs and bytes like these with a square output.
+        """
+        if kind not in OP_KINDS:
+            raise ValueError(f"unknown kind of operation {kind!r}; kinds: {', '.join(OP_KINDS)}")
+        times = self.corrections.get(kind, 1.0)
+        if kind in ("dot", "conv"):
+            itemsize = itemsize_of(dtype)
+            if shape is None:
+                side, depth = balanced_shape(flops, num_bytes, itemsize)
+                shape = (np.ones_like(side), side, depth, side)
+            seconds = matmul_s(self.device, self.efficiency, dtype, itemsize, *shape)
+            if kind == "conv" and self.device.platform != "cpu":
+                seconds = seconds / self.efficiency.conv_share
+            return times * seconds + self.launch_s
+        share = self.efficiency.reduce_share if kind == "reduce" else _KIND_SHARE[kind]
+        if self.device.platform == "cpu":
+            share = 1.0
+        return times * self.memory_s(np.asarray(num_bytes, float)) / share + self.launch_s
+
+    def compute_s(self, flops: Floats, dtype: str) -> Floats:
+        """Seconds for FLOPs of large matrix products in a dtype."""
+        return flops / self.efficiency.flops_per_s(self.device, dtype)
+
+    def memory_s(self, num_bytes: Floats) -> Floats:
+        """Seconds to stream bytes through device memory."""
+        return num_bytes / self.efficiency.bytes_per_s(self.device)
+
+
+def itemsize_of(dtype: str) -> int:
+    """Bytes of one element of a dtype by its name; ``tensorfloat32`` is stored as float32."""
+    if dtype == "tensorfloat32":
+        return 4
+    if hasattr(ml_dtypes, dtype):
+        return np.dtype(getattr(ml_dtypes, dtype)).itemsize
+    return np.dtype(dtype).itemsize
+
+
+def hardware_of(allocation: Allocation, catalogue: Catalogue = CATALOGUE) -> Hardware:
+    """Look a type up; the type ``cpu`` is replaced by what was measured on this machine."""
+    device = catalogue[allocation.device_type]
+    if device.platform == "cpu" and device.threads is None:
+        from arena_jax.compiler.cpu import measured_cpu
+
+        device = measured_cpu(device, allocation.num_devices)
+    return Hardware(device=device, allocation=allocation)

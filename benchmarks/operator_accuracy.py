@@ -1,0 +1,242 @@
+"""How far the compile-time model is from operators and layers that others measured, and on types it never saw.
+
+Constants are fitted on all types but one and asked about that one, each in turn, and then fitted with
+it. The error is |predicted / measured - 1|. Rows under three launches are not judged.
+
+    python -m benchmarks.operator_accuracy [--refit]
+"""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from arena_jax.compiler.cost import FITTED, Efficiency, Hardware
+from arena_jax.compiler.cost.hardware import itemsize_of
+from arena_jax.compiler.cost.links import group_link
+from arena_jax.compiler.cost.matmul import matmul_s
+from arena_jax.grid import Allocation, Submesh
+from benchmarks import _operators as ops
+from benchmarks._report import table, write
+
+TYPES = ("P4", "P100", "V100", "T4", "A100")
+# What is fitted on what: every constant but those that no row of these tables can tell.
+FREE = tuple(f.name for f in fields(Efficiency) if f.name not in ("conv_share", "launch_s", "shared_lanes_share"))
+# How strongly a constant is held at its round starting value, in units of its logarithm's deviation.
+_HOLD = 0.6
+_ROWS_PER_CELL = 60
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of one device with the same kinds of parts, as arrays for one evaluation.
+
+    ``owner`` says which row each part belongs to.
+    """
+
+    gpu: str
+    rows: list[ops.Measured]
+    products: dict[str, tuple[np.ndarray, np.ndarray]]
+    streams: dict[str, tuple[np.ndarray, np.ndarray]]
+    fixed_s: np.ndarray
+    seconds: np.ndarray
+
+    @classmethod
+    def of(cls, gpu: str, rows: list[ops.Measured]) -> "Block":
+        products: dict[str, tuple[list[int], list[Any]]] = {}
+        streams: dict[str, tuple[list[int], list[Any]]] = {}
+        fixed = np.zeros(len(rows))
+        for i, row in enumerate(rows):
+            for part in row.parts:
+                fixed[i] += ops.LAUNCH_S if "layer" not in row.group or "fp16" in row.group else 0.0
+                if isinstance(part, ops.Product):
+                    owner, shapes = products.setdefault(part.dtype, ([], []))
+                    owner.append(i)
+                    shapes.append((part.batch, part.m, part.k, part.n))
+                elif isinstance(part, ops.Stream):
+                    owner, shapes = streams.setdefault(part.kind, ([], []))
+                    owner.append(i)
+                    shapes.append(part.num_bytes)
+                else:
+                    fixed[i] += _link_s(gpu, part)
+        return cls(
+            gpu,
+            rows,
+            {k: (np.array(o), np.array(v, float).T) for k, (o, v) in products.items()},
+            {k: (np.array(o), np.array(v, float)) for k, (o, v) in streams.items()},
+            fixed,
+            np.array([row.seconds for row in rows]),
+        )
+
+    def predicted_s(self, efficiency: Efficiency) -> np.ndarray:
+        device = ops.DEVICES[self.gpu]
+        hardware = Hardware(device=device, allocation=Allocation(device.name, 1, 1), efficiency=efficiency)
+        total = self.fixed_s.copy()
+        for dtype, (owner, shapes) in self.products.items():
+            np.add.at(total, owner, matmul_s(device, efficiency, dtype, itemsize_of(dtype), *shapes))
+        for kind, (owner, moved) in self.streams.items():
+            np.add.at(total, owner, hardware.op_s(kind, "float32", np.zeros(1), moved) - hardware.launch_s)
+        return total
+
+
+def _link_s(gpu: str, part: ops.AllReduce) -> float:
+    if part.bandwidth is not None:
+        return 2 * (part.size - 1) / part.size * part.num_bytes / part.bandwidth
+    device = ops.DEVICES[gpu]
+    hardware = Hardware(device=device, allocation=Allocation(device.name, 1, part.size))
+    return float(group_link(hardware, Submesh(1, part.size), part.size, 1).all_reduce_s(part.num_bytes))
+
+
+def blocks(rows: Iterable[ops.Measured]) -> list[Block]:
+    by_gpu: dict[str, list[ops.Measured]] = {}
+    for row in rows:
+        if row.seconds > 3 * ops.LAUNCH_S:
+            by_gpu.setdefault(row.gpu, []).append(row)
+    return [Block.of(gpu, found) for gpu, found in by_gpu.items()]
+
+
+def sample(rows: Sequence[ops.Measured], seed: int = 0) -> list[ops.Measured]:
+    """At most ``_ROWS_PER_CELL`` rows of every (gpu, group, label): no table outweighs another."""
+    cells: dict[tuple[str, str, str], list[ops.Measured]] = {}
+    for row in rows:
+        if row.seconds > 3 * ops.LAUNCH_S:
+            label = "" if row.group.startswith("layer") else row.label
+            cells.setdefault((row.gpu, row.group, label), []).append(row)
+    rng = np.random.default_rng(seed)
+    out = []
+    for _, found in sorted(cells.items()):
+        keep = min(len(found), _ROWS_PER_CELL)
+        out += [found[i] for i in rng.choice(len(found), keep, replace=False)]
+    return out
+
+
+# Where fits begin, and are held lightly: round numbers of public microbenchmarks and kernel guides.
+ROUND = Efficiency(
+    float32_share=0.9,
+    tensor_share=0.8,
+    flops_per_joule=57e9,
+    tensor_flops_per_joule=350e9,
+    tile_128x64=0.95,
+    tile_64x64=0.7,
+    tile_64x32=0.45,
+    tile_32x32=0.22,
+    tile_16x16=0.1,
+    tile_start_depth=16,
+    exposed_share=0.2,
+    store_cost=1.3,
+    unaligned_share=0.9,
+    old_unaligned_share=0.65,
+    old_long_rows=0.4,
+    stream_share=0.9,
+    old_stream_share=0.76,
+    reduce_share=0.7,
+)
+
+
+def fit(rows: Sequence[ops.Measured], start: Efficiency = ROUND) -> Efficiency:
+    """Constants that fit rows best in the logarithm, robustly, held near ``start``."""
+    found = blocks(sample(rows))
+    first = np.log([getattr(start, name) for name in FREE])
+    # A share is at most one.
+    upper = np.where([name.endswith("share") for name in FREE], np.log(0.98), np.inf)
+    cells: dict[tuple[str, str], int] = {}
+    for block in found:
+        for row in block.rows:
+            cells[block.gpu, row.group] = cells.get((block.gpu, row.group), 0) + 1
+    weights = np.concatenate([[1 / np.sqrt(cells[b.gpu, r.group]) for r in b.rows] for b in found])
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        made = replace(start, **dict(zip(FREE, map(float, np.exp(x)), strict=True)))
+        errors = np.concatenate([np.log(b.predicted_s(made) / b.seconds) for b in found])
+        return np.concatenate([errors * weights / 0.2, (x - first) / _HOLD * 0.3])
+
+    x0 = np.minimum(first, upper - 1e-6)
+    answer = least_squares(residuals, x0, bounds=(-np.inf, upper), loss="soft_l1", max_nfev=15)
+    return replace(start, **{k: float(f"{v:.3g}") for k, v in zip(FREE, np.exp(answer.x), strict=True)})
+
+
+def errors_of(efficiency: Efficiency, found: Sequence[Block]) -> dict[tuple[str, str], tuple[int, float, float, float]]:
+    """By (type, group): rows, mean and median error, median of predicted / measured."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for block in found:
+        for row, ratio in zip(block.rows, block.predicted_s(efficiency) / block.seconds, strict=True):
+            ratios.setdefault((ops.family(block.gpu), row.group), []).append(float(ratio))
+    out = {}
+    for key, values in sorted(ratios.items()):
+        error = np.abs(np.array(values) - 1)
+        out[key] = len(values), float(error.mean()), float(np.median(error)), float(np.median(values))
+    return out
+
+
+LIMITS = {"gemm": (0.25, 0.15), "layer": (0.15, 0.08)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--refit", action="store_true", help="print constants fitted on all rows")
+    args = parser.parse_args()
+    rows = [
+        *ops.gemms(),
+        *ops.vectors(),
+        *ops.operators_fwd_bwd(),
+        *ops.megatron_operators(),
+        *ops.megatron_layers(),
+        *ops.sailor_layers(),
+    ]
+    everything = blocks(rows)
+    with_all = fit(rows)
+    if args.refit:
+        print(with_all)
+    seen = errors_of(with_all, everything)
+    shipped = errors_of(FITTED, everything)
+    unseen: dict[tuple[str, str], tuple[int, float, float, float]] = {}
+    own: dict[tuple[str, str], tuple[int, float, float, float]] = {}
+    for left_out in TYPES:
+        others = fit([row for row in rows if ops.family(row.gpu) != left_out])
+        alone = fit([row for row in rows if ops.family(row.gpu) == left_out])
+        mine = [b for b in everything if ops.family(b.gpu) == left_out]
+        unseen |= errors_of(others, mine)
+        own |= errors_of(alone, mine)
+    lines = []
+    for key, (count, mean, median, ratio) in unseen.items():
+        limit = LIMITS.get(key[1].split()[0], (0.30, 0.20))
+        lines.append(
+            [
+                *key,
+                count,
+                *(f"{100 * x:.1f}" for x in (mean, median)),
+                f"{ratio:.2f}",
+                f"{100 * limit[0]:.0f}",
+                "yes" if mean <= limit[0] else "no",
+                *(f"{100 * x:.1f}" for x in own[key][1:3]),
+                f"{100 * limit[1]:.0f}",
+                "yes" if own[key][1] <= limit[1] else "no",
+                *(f"{100 * x:.1f}" for x in shipped[key][1:3]),
+            ]
+        )
+    head = ["type", "kind", "rows", "unseen mean %", "median %", "ratio", "limit %", "met"]
+    head += ["fitted mean %", "median %", "limit %", "met", "shipped mean %", "median %"]
+    write(
+        "operator_accuracy",
+        title="Operators and layers: compile-time model against measurements by others",
+        lines=[
+            *table(head, lines),
+            "",
+            "unseen: constants fitted on all other types. fitted: on this type alone. shipped: the constants in",
+            "`arena_jax.compiler.cost`. ratio: median of predicted over measured, unseen.",
+        ],
+        data={
+            "unseen": {" | ".join(k): v for k, v in unseen.items()},
+            "fitted": {" | ".join(k): v for k, v in own.items()},
+            "all": {" | ".join(k): v for k, v in seen.items()},
+            "shipped": {" | ".join(k): v for k, v in shipped.items()},
+            "constants": {f.name: getattr(with_all, f.name) for f in fields(Efficiency)},
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
