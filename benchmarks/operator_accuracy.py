@@ -18,7 +18,7 @@ from arena_jax.compiler.cost import FITTED, Efficiency, Hardware
 from arena_jax.compiler.cost.hardware import itemsize_of
 from arena_jax.compiler.cost.links import group_link
 from arena_jax.compiler.cost.matmul import matmul_s
-from arena_jax.grid import Allocation, Submesh
+from arena_jax.grid import CATALOGUE, Allocation, Submesh
 from benchmarks import _operators as ops
 from benchmarks._report import table, write
 
@@ -171,6 +171,22 @@ def errors_of(efficiency: Efficiency, found: Sequence[Block]) -> dict[tuple[str,
     return out
 
 
+def unmeasured_types() -> list[list[str]]:
+    """What large products and streams reach on every GPU of the catalogue, by datasheet facts."""
+    out = []
+    for name, device in CATALOGUE.types.items():
+        if device.platform != "cuda":
+            continue
+        row = [name]
+        for dtype in ("float32", "float16"):
+            for size in (1024, 8192):
+                seconds = float(matmul_s(device, FITTED, dtype, itemsize_of(dtype), 1, size, size, size))
+                rate = 2 * size**3 / seconds
+                row.append(f"{rate / 1e12:.1f} ({100 * rate / device.peak(dtype):.0f} %)")
+        out.append([*row, f"{FITTED.bytes_per_s(device) / 1e9:.0f}"])
+    return out
+
+
 LIMITS = {"gemm": (0.25, 0.15), "layer": (0.15, 0.08)}
 
 
@@ -227,6 +243,12 @@ def main() -> None:
             "",
             "unseen: constants fitted on all other types. fitted: on this type alone. shipped: the constants in",
             "`arena_jax.compiler.cost`. ratio: median of predicted over measured, unseen.",
+            "",
+            "## Every GPU: predicted TFLOP/s of square products (share of the datasheet), GB/s of streams",
+            "",
+            *table(
+                ["type", "float32 1024", "float32 8192", "float16 1024", "float16 8192", "stream"], unmeasured_types()
+            ),
         ],
         data={
             "unseen": {" | ".join(k): v for k, v in unseen.items()},
