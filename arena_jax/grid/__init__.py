@@ -24,6 +24,8 @@ from arena_jax.grid.plan import Spec as Spec
 from arena_jax.grid.plan import StagePlan as StagePlan
 from arena_jax.grid.plan import zero_spec as zero_spec
 from arena_jax.grid.plan_diff import plan_difference as plan_difference
+from arena_jax.grid.profiles import Profile as Profile
+from arena_jax.grid.profiles import ProfileStore as ProfileStore
 from arena_jax.grid.shapes import Allocation as Allocation
 from arena_jax.grid.shapes import GridShape as GridShape
 from arena_jax.grid.shapes import Submesh as Submesh

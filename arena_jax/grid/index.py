@@ -7,10 +7,9 @@ plan.
 
 import hashlib
 import json
-import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,14 @@ from typing import Any
 from arena_jax.errors import ArenaError
 from arena_jax.grid.plan import Plan
 from arena_jax.grid.shapes import Allocation, GridShape
+from arena_jax.grid.store_file import StoreFile
 
 _SCHEMA_VERSION = 1
+_TABLES = (
+    "CREATE TABLE jobs (digest TEXT PRIMARY KEY, key TEXT NOT NULL)",
+    """CREATE TABLE rows (job TEXT, grid TEXT, num_microbatches INTEGER,
+    data TEXT NOT NULL, stored_at REAL, PRIMARY KEY (job, grid, num_microbatches))""",
+)
 # Before the name of a model that has no recipe.
 FIT_PREFIX = "fit:"
 
@@ -209,16 +214,16 @@ class PlanStore:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.set_aside: Path | None = None
-        self._prepare()
+        self._file = StoreFile(path, name="plan index", schema_version=_SCHEMA_VERSION, tables=_TABLES)
+        self.path = self._file.path
+        self.set_aside = self._file.set_aside
 
     def put(self, key: JobKey, rows: Iterable[IndexRow]) -> None:
         """Insert or replace rows; either all are stored or none."""
         values = [
             (key.digest, str(row.grid), row.num_microbatches, json.dumps(row_to_json(row)), time.time()) for row in rows
         ]
-        with self._connect() as db:
+        with self._file.connect() as db:
             db.execute(
                 "INSERT OR REPLACE INTO jobs VALUES (?, ?)",
                 (key.digest, json.dumps(dict(key.fields), sort_keys=True)),
@@ -231,17 +236,17 @@ class PlanStore:
 
     def jobs(self) -> tuple[JobKey, ...]:
         """Keys of all jobs in the store, oldest first."""
-        with self._connect() as db:
+        with self._file.connect() as db:
             return tuple(JobKey(json.loads(text)) for (text,) in db.execute("SELECT key FROM jobs ORDER BY rowid"))
 
     def stored_at(self, key: JobKey) -> dict[tuple[GridShape, int], float]:
         """When each row of a job was stored, by grid and number of microbatches, in Unix seconds."""
-        with self._connect() as db:
+        with self._file.connect() as db:
             found = db.execute("SELECT grid, num_microbatches, stored_at FROM rows WHERE job = ?", (key.digest,))
             return {(GridShape.parse(grid, catalogue=None), number): at for grid, number, at in found}
 
     def _rows(self, digest: str) -> list[IndexRow]:
-        with self._connect() as db:
+        with self._file.connect() as db:
             texts = [text for (text,) in db.execute("SELECT data FROM rows WHERE job = ? ORDER BY rowid", (digest,))]
         rows = []
         for text in texts:
@@ -249,63 +254,6 @@ class PlanStore:
             with suppress(ValueError, KeyError, TypeError):
                 rows.append(row_from_json(json.loads(text)))
         return rows
-
-    @contextmanager
-    def _connect(self) -> Iterator[sqlite3.Connection]:
-        try:
-            with closing(sqlite3.connect(self.path, timeout=30)) as db, db:
-                yield db
-        except sqlite3.Error as error:
-            raise ArenaError(f"plan index {str(self.path)!r}: {error}") from error
-
-    def _prepare(self) -> None:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ArenaError(f"cannot create {str(self.path.parent)!r}: {error.strerror}") from error
-        try:
-            self._create()
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):
-                raise ArenaError(f"cannot open plan index {str(self.path)!r}: {error}") from error
-            self._set_aside()
-            self._create()
-
-    def _create(self) -> None:
-        """Make the tables where there are none; raise ``sqlite3.DatabaseError`` for a file that is not ours."""
-        with closing(sqlite3.connect(self.path, timeout=30, isolation_level=None)) as db:
-            if self._is_ours(db, "BEGIN"):
-                return
-            # Of several that begin at once, one makes the tables and the others find them.
-            if not self._is_ours(db, "BEGIN IMMEDIATE", keep=True):
-                db.execute("CREATE TABLE jobs (digest TEXT PRIMARY KEY, key TEXT NOT NULL)")
-                db.execute(
-                    "CREATE TABLE rows (job TEXT, grid TEXT, num_microbatches INTEGER,"
-                    " data TEXT NOT NULL, stored_at REAL, PRIMARY KEY (job, grid, num_microbatches))"
-                )
-                db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
-            db.execute("COMMIT")
-            with suppress(sqlite3.OperationalError):  # another one may be at work already; it is only faster
-                db.execute("PRAGMA journal_mode = WAL")
-
-    @staticmethod
-    def _is_ours(db: sqlite3.Connection, begin: str, *, keep: bool = False) -> bool:
-        """Whether the tables are there, as of one moment; ``keep`` leaves the transaction open."""
-        db.execute(begin)
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if version not in (0, _SCHEMA_VERSION) or (version == 0 and tables):
-            raise sqlite3.DatabaseError("foreign or newer")
-        if not keep:
-            db.execute("ROLLBACK")
-        return bool(version == _SCHEMA_VERSION)
-
-    def _set_aside(self) -> None:
-        self.set_aside = self.path.with_name(f"{self.path.name}.set-aside-{time.time_ns()}")
-        with suppress(FileNotFoundError):  # another one has just set it aside
-            self.path.rename(self.set_aside)
-        for suffix in ("-wal", "-shm"):
-            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
 
 
 def row_to_json(row: IndexRow) -> dict[str, Any]:
