@@ -53,7 +53,7 @@ def test_a_large_product_reaches_a_believable_share_of_every_gpu(name: str, dtyp
     share = 2 * 16384**3 / seconds / device.peak(dtype)
     assert 0.25 < share < 0.96, share
     # FLOP/s that power cannot feed: only cards with small limits.
-    assert device.power_w < 400 or share > 0.5
+    assert device.power_w < 400 or share > 0.45
 
 
 def test_a_product_on_a_v100_by_hand() -> None:

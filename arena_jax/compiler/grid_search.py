@@ -176,8 +176,13 @@ class _GridSearch:
             stages=tuple(facts),
             flops=3 * jaxpr_flops(self._analysis.trace.jaxpr),
             imbalance=max(times) / (sum(times) / len(times)),
+            measured_share=sum(self._measured_s(s) for s in stages) / max(sum(times), 1e-30),
             breakdown=breakdown,
         )
+
+    def _measured_s(self, stage: StageChoice) -> float:
+        mesh, option = self.options[stage.submesh][stage.option]
+        return float(mesh.measured_s(self._m, option)[stage.first, stage.last])
 
     def _stage_facts(self, index: int, stage: StageChoice, num_stages: int) -> StageEstimate:
         mesh, option = self.options[stage.submesh][stage.option]

@@ -53,7 +53,7 @@ def prices_of(
     links = dict(zip(w.AXES, links_of(hardware, submesh, dp, tp), strict=True))
     return _prices(
         rates,
-        _PASSES * hardware.memory_s(1.0),
+        _PASSES * hardware.fused_s(1.0),
         hardware.launch_s,
         {(axis, kind): _line(link, kind) for axis, link in links.items() for kind in w.KINDS},
         hardware.memory_s(1.0) * update_ratio,

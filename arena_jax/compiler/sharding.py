@@ -15,11 +15,13 @@ from arena_jax.compiler import work as w
 from arena_jax.compiler.engines.highs import solve_strategies
 from arena_jax.compiler.engines.problem import StrategyProblem, StrategySolution
 from arena_jax.compiler.flat import Flat, flatten
+from arena_jax.compiler.flops import HEAVY
 from arena_jax.compiler.flow import Flow, flow_of
 from arena_jax.compiler.graph import Graph
 from arena_jax.compiler.layout import Axes, Layout, MeshShape, to_axes
 from arena_jax.compiler.partition import Assignment, Partitioned, follow, partition
 from arena_jax.compiler.prices import Prices, nominal_prices
+from arena_jax.compiler.products import Product, product_of
 from arena_jax.compiler.strategies import Led, Step, Strategies, reading_work, strategies_of
 from arena_jax.errors import ArenaError
 
@@ -45,6 +47,7 @@ class Sharding:
             ``"12<1"`` an operand as it is read there.
         unknown: primitives without a rule, which are replicated.
         solution: what the engine answered, its objective in seconds for one step.
+        products: matrix products by graph node, each with how often it runs in a forward pass.
     """
 
     dp: int
@@ -54,6 +57,7 @@ class Sharding:
     specs: Mapping[str, Axes]
     unknown: tuple[str, ...]
     solution: StrategySolution
+    products: tuple[tuple[tuple[Product, float], ...], ...] = ()
 
 
 class ShardingSearch:
@@ -80,7 +84,7 @@ class ShardingSearch:
             trace = self._graph.trace
             mesh = MeshShape(dp, tp)
             found = strategies_of(self._flat, self._flow, trace.leaves, trace.batch_has_rows, mesh)
-            self._spaces[dp, tp] = TiedSpace(found, len(self._graph.nodes))
+            self._spaces[dp, tp] = TiedSpace(found, len(self._graph.nodes), rows=self._flow.rows)
         return self._spaces[dp, tp]
 
     def find(self, dp: int, tp: int, prices: Prices | None = None) -> Sharding:
@@ -121,7 +125,15 @@ class TiedSpace:
         num_graph_nodes: length of the graph it came from.
     """
 
-    def __init__(self, strategies: Strategies, num_graph_nodes: int, *, tie: bool = True) -> None:
+    def __init__(
+        self,
+        strategies: Strategies,
+        num_graph_nodes: int,
+        *,
+        tie: bool = True,
+        rows: Sequence[Sequence[bool]] | None = None,
+    ) -> None:
+        self._rows = rows
         self.strategies = strategies
         self._num_graph_nodes = num_graph_nodes
         numbers: dict[object, int] = {}
@@ -162,12 +174,17 @@ class TiedSpace:
         choice = [solution.choices[variable] for variable in self._variable]
         works = w.empty(self._num_graph_nodes)
         specs: dict[str, Axes] = {}
+        products: list[dict[Product, float]] = [{} for _ in range(self._num_graph_nodes)]
         for step in strategies.steps:
             if step.node is None:
                 continue
             part = self._part(step, choice[step.node])
             work = works[step.op.node]
             work += part.work * step.op.times
+            product = self._product(step, part)
+            if product is not None:
+                of_node = products[step.op.node]
+                of_node[product] = of_node.get(product, 0.0) + step.op.times
             for i, (led, target) in enumerate(zip(step.operands, part.operands, strict=True)):
                 value = step.op.operands[i]
                 if led is None or value is None:
@@ -187,7 +204,14 @@ class TiedSpace:
             specs=specs,
             unknown=tuple(strategies.unknown),
             solution=solution,
+            products=tuple(tuple(of_node.items()) for of_node in products),
         )
+
+    def _product(self, step: Step, part: Partitioned) -> Product | None:
+        if step.op.name not in HEAVY or self._rows is None:
+            return None
+        rows = [() if v is None else self._rows[v.number] for v in step.op.operands]
+        return product_of(step.op, part.operands, part.results, rows, step.needs_gradient, self.strategies.mesh)
 
     def _part(self, step: Step, choice: int) -> Partitioned:
         op, mesh = step.op, self.strategies.mesh

@@ -6,7 +6,7 @@ that any number of microbatches and any run of layers is a sum over prefixes.
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ from arena_jax.compiler.graph import Graph
 from arena_jax.compiler.layers import Layers
 from arena_jax.compiler.layout import Axes
 from arena_jax.compiler.problem import PARAMS, STATE, Problem
+from arena_jax.compiler.products import Product, product_seconds
 from arena_jax.compiler.sharding import Sharding
 from arena_jax.grid import Submesh
 
@@ -38,6 +39,8 @@ class LayerWork:
         parameter_bytes: bytes of trainable parameters one device holds, those that dp shards apart.
         spread_bytes: bytes of trainable parameters that are sharded over dp by themselves (experts).
         frozen_bytes: bytes of frozen parameters one device holds.
+        products: the unlike matrix products of all layers.
+        times: ``[layer, product]`` how often each runs in a forward pass.
     """
 
     sharding: Sharding
@@ -45,6 +48,8 @@ class LayerWork:
     parameter_bytes: Floats
     spread_bytes: Floats
     frozen_bytes: Floats
+    products: tuple[Product, ...] = ()
+    times: Floats = field(default_factory=lambda: np.zeros((0, 0)))
 
 
 def layer_work(graph: Graph, layers: Layers, sharding: Sharding) -> LayerWork:
@@ -52,11 +57,14 @@ def layer_work(graph: Graph, layers: Layers, sharding: Sharding) -> LayerWork:
     shares = _node_shares(graph, layers)
     works = w.empty(layers.num_layers)
     first_layer: dict[int, dict[int, float]] = {}
+    times: dict[Product, Floats] = {}
     # Casts and views of parameters may stand far from their use: the layer that uses one holds it.
     leaves_of: dict[Any, set[int]] = {var: {unit.leaf} for var, unit in graph.units.items()}
     for index, node in enumerate(graph.nodes):
         for layer, share in shares[index]:
             works[layer] += sharding.works[index] * share
+            for product, count in sharding.products[index] if sharding.products else ():
+                times.setdefault(product, np.zeros(layers.num_layers))[layer] += count * share
         used: set[int] = set()
         for atom in node.eqn.invars:
             if not isinstance(atom, _compat.Literal):
@@ -76,7 +84,13 @@ def layer_work(graph: Graph, layers: Layers, sharding: Sharding) -> LayerWork:
         for layer, share in first_layer.get(leaf_number, {0: 1.0}).items():
             held[row, layer] += leaf.num_bytes / split * share
     return LayerWork(
-        sharding=sharding, works=works, parameter_bytes=held[0], spread_bytes=held[1], frozen_bytes=held[2]
+        sharding=sharding,
+        works=works,
+        parameter_bytes=held[0],
+        spread_bytes=held[1],
+        frozen_bytes=held[2],
+        products=tuple(times),
+        times=np.stack(list(times.values()), axis=1) if times else np.zeros((layers.num_layers, 0)),
     )
 
 
@@ -140,15 +154,38 @@ class MeshCost:
         dp, tp = links_of(self.hardware, self.submesh, self.dp, self.tp)
         return {DP: dp, TP: tp}
 
-    @cached_property
-    def _compute(self) -> tuple[Floats, Floats]:
-        """Per layer, seconds of a forward pass that scale with rows and that do not."""
-        works = self.work.works
-        scaling = self.hardware.memory_s(works[:, w.MOVED])
-        for dtype in w.DTYPES:
-            scaling = scaling + self.hardware.compute_s(works[:, w.flops_at(dtype)], dtype)
+    def _compute(self, num_microbatches: int) -> tuple[Floats, Floats]:
+        """Per layer, seconds of one microbatch's forward and of its backward pass."""
+        if num_microbatches not in self._known:
+            self._known[num_microbatches] = self._computed(num_microbatches)
+        passes: tuple[Floats, Floats] = self._known[num_microbatches][:2]
+        return passes
+
+    def measured_s(self, num_microbatches: int, option: Option) -> Floats:
+        """Seconds of one microbatch's compute that were measured rather than computed, per run of layers."""
+        self._compute(num_microbatches)
+        forward, backward = self._known[num_microbatches][2:]
+        return self._prefix((2.0 if option.remat else 1.0) * forward + backward)
+
+    def _computed(self, num_microbatches: int) -> tuple[Floats, Floats, Floats, Floats]:
+        works, times = self.work.works, self.work.times
+        moved = self.hardware.fused_s(works[:, w.MOVED]) / num_microbatches
         # A count is of forward and backward passes together, of three parts.
-        return scaling, works[:, w.NUM_OPS] / 3 * self.hardware.launch_s
+        moved = moved + works[:, w.NUM_OPS] / 3 * self.hardware.launch_s
+        of_products = product_seconds(self.hardware, self.work.products, num_microbatches)
+        counted = sum((p.flops * t for p, t in zip(self.work.products, times.T, strict=True)), np.zeros(len(works)))
+        # What is no product of known shape (opaque kernels) runs at the rate of large ones.
+        rest = np.zeros(len(works))
+        for dtype in w.DTYPES:
+            rest = rest + self.hardware.compute_s(works[:, w.flops_at(dtype)], dtype)
+        all_flops = np.maximum(w.flops(works), 1.0)
+        rest *= np.maximum(1 - counted / all_flops, 0.0) / num_microbatches
+        return (
+            moved + rest + times @ of_products.forward,
+            _BACKWARD * (moved + rest) + times @ of_products.backward,
+            times @ of_products.measured_forward,
+            times @ of_products.measured_backward,
+        )
 
     def _communication(self, phase: str) -> tuple[Floats, Floats]:
         """Per layer, seconds of a phase's collectives that scale with bytes and that do not."""
@@ -210,10 +247,10 @@ class MeshCost:
         """Gradients are reduced over dp in every microbatch: XLA does not move the reduction out of the
         loop, nor can a program per microbatch.
         """
-        (scaling, fixed), (forward, backward) = self._compute, self._passes
+        (once_forward, once_backward), (forward, backward) = self._compute(num_microbatches), self._passes
         passes = 2.0 if option.remat else 1.0
         m = num_microbatches
-        compute = (passes + _BACKWARD) * (scaling / m + fixed)
+        compute = passes * once_forward + once_backward
         communication = passes * (forward[0] / m + forward[1]) + backward[0] / m + backward[1] + self._gradients_s
         dp = self._links[DP]
         held = self.work.parameter_bytes

@@ -15,6 +15,7 @@ _SHARED_LANES = 128
 _REFERENCE_NM = 16.0
 # HBM of the first generation, and GDDR, reach less of their pin rate.
 _HBM_SINCE = 2017
+_GDDR_SINCE = 2020
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +38,17 @@ class Efficiency:
         old_unaligned_share: the same before 2017.
         old_long_rows: growth of time per doubling of a row beyond 8192 elements, before 2017.
         stream_share: of the memory bandwidth, by streaming kernels, HBM since 2017.
-        old_stream_share: the same for GDDR and older HBM.
+        new_gddr_share: the same for GDDR since 2020.
+        old_stream_share: the same for older GDDR and HBM.
         reduce_share: further share of kernels that reduce rows and use them again.
         conv_share: further share of convolutions.
+        unfused_share: of the bytes that work vectors count, what fusions move.
         launch_s: seconds between two kernels of one program.
     """
 
     float32_share: float = 0.94
     tensor_share: float = 0.83
-    shared_lanes_share: float = 0.6
+    shared_lanes_share: float = 0.49
     flops_per_joule: float = 59e9
     tensor_flops_per_joule: float = 350e9
     tile_128x64: float = 0.84
@@ -60,9 +63,11 @@ class Efficiency:
     old_unaligned_share: float = 0.74
     old_long_rows: float = 0.51
     stream_share: float = 0.86
+    new_gddr_share: float = 0.88
     old_stream_share: float = 0.745
     reduce_share: float = 0.74
-    conv_share: float = 0.85
+    conv_share: float = 0.73
+    unfused_share: float = 0.74
     launch_s: float = 4e-6
 
     def flops_per_s(self, device: DeviceType, dtype: str) -> float:
@@ -86,6 +91,8 @@ class Efficiency:
         """Bytes/s that streaming kernels move through device memory."""
         if device.platform == "cpu":
             return device.memory_bandwidth
+        if device.memory_kind == "gddr" and device.year >= _GDDR_SINCE:
+            return device.memory_bandwidth * self.new_gddr_share
         fast = device.memory_kind == "hbm" and device.year >= _HBM_SINCE
         return device.memory_bandwidth * (self.stream_share if fast else self.old_stream_share)
 

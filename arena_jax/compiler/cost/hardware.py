@@ -35,6 +35,10 @@ class Hardware:
     efficiency: Efficiency = FITTED
     # Measured over computed seconds by kind of operation, where someone measured.
     corrections: Mapping[str, float] = field(default_factory=dict)
+    # Measured seconds of products: (kind, dtype, (batch, m, k, n)).
+    products: Mapping[tuple[str, str, tuple[float, float, float, float]], float] = field(default_factory=dict)
+    # Names the state of the profile store that these came from.
+    generation: str = ""
     # Measured collectives by group size, stride and whether the group stays in a node.
     collectives: Mapping[tuple[int, int, bool], Mapping[str, Any]] = field(default_factory=dict)
 
@@ -70,7 +74,7 @@ class Hardware:
         """
         if kind not in OP_KINDS:
             raise ValueError(f"unknown kind of operation {kind!r}; kinds: {', '.join(OP_KINDS)}")
-        times = self.corrections.get(kind, 1.0)
+        times = self.correction(kind)
         if kind in ("dot", "conv"):
             itemsize = itemsize_of(dtype)
             if shape is None:
@@ -89,6 +93,16 @@ class Hardware:
         """Seconds for FLOPs of large matrix products in a dtype."""
         return flops / self.efficiency.flops_per_s(self.device, dtype)
 
+    def fused_s(self, num_bytes: Floats) -> Floats:
+        """Seconds for the bytes that work vectors count of operations that are no products."""
+        share = 1.0 if self.device.platform == "cpu" else self.efficiency.unfused_share
+        return self.memory_s(num_bytes) * share * self.correction("other")
+
+    def correction(self, kind: str) -> float:
+        """Measured over computed seconds of a kind, from its own measurements, else from whole steps."""
+        own = kind if kind in ("dot", "conv") else "stream"
+        return self.corrections.get(own, self.corrections.get("step", 1.0))
+
     def memory_s(self, num_bytes: Floats) -> Floats:
         """Seconds to stream bytes through device memory."""
         return num_bytes / self.efficiency.bytes_per_s(self.device)
@@ -104,10 +118,19 @@ def itemsize_of(dtype: str) -> int:
 
 
 def hardware_of(allocation: Allocation, catalogue: Catalogue = CATALOGUE) -> Hardware:
-    """Look a type up; the type ``cpu`` is replaced by what was measured on this machine."""
+    """Look a type up, with what the profile store knows of it; ``cpu`` is what was measured on this machine."""
     device = catalogue[allocation.device_type]
     if device.platform == "cpu" and device.threads is None:
         from arena_jax.compiler.cpu import measured_cpu
 
         device = measured_cpu(device, allocation.num_devices)
-    return Hardware(device=device, allocation=allocation)
+    from arena_jax.compiler.measured import measured
+
+    known = measured(device.name, allocation.num_devices if device.platform == "cpu" else None)
+    return Hardware(
+        device=device,
+        allocation=allocation,
+        corrections=known.corrections,
+        products=known.products,
+        generation=known.generation,
+    )
