@@ -74,12 +74,13 @@ class MeshShape:
             if before is None or before == after:
                 continue
             local = num_bytes * self.share(tuple(current))
-            num_moved, largest = num_moved + 1, max(largest, local)
             if after is not None and not current[after]:
-                w.add_collective(work, NAMES[axis], "all_to_all", phase, local)
+                kind, size = "all_to_all", local
                 current[after] |= axis
             else:
-                w.add_collective(work, NAMES[axis], "all_gather", phase, local * self.sizes[axis])
+                kind, size = "all_gather", local * self.sizes[axis]
+            w.add_collective(work, NAMES[axis], kind, phase, size)
+            num_moved, largest = num_moved + 1, max(largest, size)
             current[before] &= ~axis
         if num_moved > 1:
             # Between two exchanges XLA permutes what lies in the wrong place of the other axis.
