@@ -28,6 +28,9 @@ from arena_jax.runtime.layout import (
 )
 from arena_jax.runtime.move import Move, Moved
 
+# Drawing parameters is a large program that runs once: compiling it well takes LLVM ten times as long.
+_COMPILE_QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
 
 class Program:
     """A plan compiled for one problem on concrete devices. Made by :func:`compile_program`.
@@ -161,7 +164,13 @@ def _initialise(problem: Problem, layout: Layout, rngs: nnx.Rngs) -> State:
             return [e.cut(tree[e.name]) for _, e in chosen]
 
         if given is None:
-            made = jax.jit(make, out_shardings=[e.sharding for _, e in chosen])(rng_state)
+            on_cpu = chosen[0][1].sharding.mesh.devices.flat[0].platform == "cpu"
+            jitted = jax.jit(
+                make,
+                out_shardings=[e.sharding for _, e in chosen],
+                compiler_options=dict(_COMPILE_QUICKLY) if on_cpu else None,
+            )
+            made = jitted(rng_state)
         else:
             tree = values(given)
             made = own([e for _, e in chosen], [e.cut(tree[e.name]) for _, e in chosen])
