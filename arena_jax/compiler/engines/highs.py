@@ -32,6 +32,13 @@ def solve_strategies(
 
     if not problem.may_fit():
         return None
+    if (order := elimination_order(problem)) is not None:
+        # Without the cap this is all; with it, often the answer, and a bound otherwise.
+        choices, objective = Elimination(problem, order).solve(problem.costs)
+        if not math.isfinite(objective):
+            return None
+        if problem.fits(problem.memory_bytes(choices)):
+            return problem.solution(choices, objective, relative_gap=relative_gap)
     reduction = Reduction(problem).run()
     if not reduction.feasible:
         return None

@@ -56,7 +56,8 @@ class Reduction:
         """Apply every rule until none changes anything; ``feasible`` says whether a choice may be left."""
         pending = dict.fromkeys(range(len(self.costs)))
         while pending and self.feasible:
-            v, _ = pending.popitem()
+            v = next(iter(pending))
+            del pending[v]
             size = self.costs[v].size
             self._settle(v)
             if dominance and self.feasible:
