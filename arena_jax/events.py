@@ -7,7 +7,7 @@ and their fields:
 ==============  =====================================================================================
 run_start       run_id, name, recipe (YAML text), params (flat), command, versions, host
 candidates      rows: [{grid, stages, dp_tp, num_microbatches, step_time_s, memory_bytes, feasible,
-                reason, engine, plan_id, chosen}]
+                reason, engine, objectives, plan_id, chosen}]
 plan            step, plan_id, grid, plan (JSON), estimated_step_time_s, engine, reason; starts a segment
 step            step, loss, metrics, step_time_s, rate, rate_unit, estimated_step_time_s
 eval            step, metrics

@@ -204,6 +204,7 @@ def candidate_rows(index: PlanIndex, chosen: Plan | None) -> list[dict[str, Any]
                 "feasible": row.feasible,
                 "reason": row.reason,
                 "engine": row.engine,
+                "objectives": dict(row.objectives),
                 "plan_id": None if plan is None else plan.plan_id,
                 "chosen": plan is not None and chosen is not None and plan.plan_id == chosen.plan_id,
             }

@@ -49,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
+        Path(config.stash[_HOME], "numba").symlink_to(cache.mkdir("numba"))
     os.environ.update(environment)
 
 

@@ -83,7 +83,7 @@ def test_both_find_the_best_stages(
     found = best_stages(grid, num_layers, num_microbatches, table, table.boundary_s, solver=both)
     # Times are small integers, which float32 adds up exactly.
     assert all(compared.highs == compared.alpa for compared in both.comparisons)
-    assert (np.inf if found is None else found[0]) == best
+    assert (np.inf if found is None else found.objective) == best
 
 
 def test_float32_is_the_only_difference_of_the_dynamic_programs() -> None:

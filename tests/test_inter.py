@@ -84,7 +84,7 @@ def test_no_cut_is_better(text: str, num_layers: int, num_microbatches: int, see
         assert found is None
         return
     assert found is not None
-    value, stages = found
+    value, stages = found.objective, found.stages
     assert value == pytest.approx(best)
     staging = [(s.submesh, s.first, s.last) for s in stages]
     assert staging in list(all_stagings(grid, num_layers))
@@ -117,6 +117,6 @@ def test_submeshes_that_add_up_but_do_not_pack_hide_no_cut() -> None:
 
     found = best_stages(grid, 3, 2, costs, np.zeros(3))
     assert found is not None
-    value, stages = found
+    value, stages = found.objective, found.stages
     assert sorted(s.submesh.num_devices for s in stages) == [1, 2, 3]
     assert value == 2 + 1 + 2 + 2

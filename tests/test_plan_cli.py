@@ -13,6 +13,8 @@ import pytest
 from arena_jax.cli import main
 from arena_jax.cli.plan_ls import _table, _tables, stored_rows
 from arena_jax.grid import GridShape, IndexRow, JobKey, Plan, PlanStore
+from arena_jax.home import numba_cache
+from arena_jax.solver_setup import alpa_folder
 
 RECIPE = """
 summary: a gpt small enough for tests
@@ -28,6 +30,7 @@ KEYS = {"model", "num_parameters", "global_batch", "grids", "best", "search_s", 
 GRID_KEYS = {
     *("grid", "feasible", "reason", "step_time_s", "tokens_or_samples_per_s", "mfu", "memory_bytes"),
     *("device_memory_bytes", "num_microbatches", "stages", "imbalance", "measured_share", "plan_id"),
+    *("engine", "objectives"),
 }
 STAGE_KEYS = {
     *("layers", "devices", "dp", "tp", "zero", "remat", "compute_s", "communication_s", "memory_bytes"),
@@ -42,6 +45,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     assert len(jax.devices()) == 8  # jax runs before any verb could set another number for the whole test run
     (tmp_path / "tiny.yaml").write_text(RECIPE)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 1000)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "numba").symlink_to(numba_cache())  # compiled code is no plan
     monkeypatch.setenv("ARENA_JAX_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -201,8 +206,6 @@ def test_one_allocation_that_fits_is_enough(plan) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engine", "alpa"], "engine 'alpa' is not available"),
-        (["--engine", "both"], "engine 'both' is not available"),
         (["--on", "a100:16"], "write a100-40:2x8"),
         (["--on", "z9:4"], "unknown device type"),
         (["--on", "cpu:2", "--stages", "3"], "cannot be cut into 3 stages"),
@@ -215,6 +218,31 @@ def test_bad_input(plan, arguments: list[str], message: str) -> None:
     code, report, _, err = plan("tiny.yaml", *arguments)
     assert code == 2
     assert message in err or message in str(report["error"])
+
+
+@pytest.mark.skipif(alpa_folder() is None, reason="alpa is not installed (make setup)")
+def test_the_engines_are_compared(plan) -> None:
+    code, report, lines, _ = plan("tiny.yaml", "--engine", "both", "--on", "cpu:4")
+    assert code == 0
+    table = lines[next(i for i, line in enumerate(lines) if "alpa finds" in line) + 1 :]
+    assert len(table) == len(report["grids"])
+    for row, line in zip(report["grids"], table, strict=True):
+        assert row["engine"] == "both"
+        assert row["objectives"]["alpa"] == pytest.approx(row["objectives"]["highs"], rel=1e-6)
+        assert line.split()[0] == row["grid"]
+    # What alone would be chosen is no other plan, and it is not taken for what both have found.
+    _, alone, lines, _ = plan("tiny.yaml", "--engine", "highs", "--on", "cpu:4")
+    assert alone["best"] == report["best"]
+    assert {row["engine"] for row in alone["grids"]} == {"highs"}
+    assert not any("alpa" in line for line in lines)
+
+
+def test_an_engine_that_is_not_installed_is_said_at_once(plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arena_jax.compiler.engines.alpa_process.alpa_folder", lambda: None)
+    code, report, _, _ = plan("tiny.yaml", "--engine", "alpa", "--on", "cpu:4")
+    assert code == 1
+    assert "alpa 0.2.3 is not installed" in report["error"]["message"]
+    assert "--install-alpa" in report["error"]["hint"]
 
 
 def test_planning_materialises_nothing(plan) -> None:

@@ -126,13 +126,11 @@ def _devices() -> Iterator[Check]:
 def _alpa() -> Check:
     folder = alpa_folder()
     if folder is not None:
-        return Check(
-            name="engine alpa", status="note", detail=f"installed; used by a later release; {ALPA_VERSION} in {folder}"
-        )
+        return Check(name="engine alpa", status="ok", detail=f"alpa {ALPA_VERSION} in {folder}")
     return Check(
         name="engine alpa",
         status="note",
-        detail="not installed; used by a later release",
+        detail="not installed; the default engine does without it",
         hint="arena-jax doctor --install-alpa",
     )
 

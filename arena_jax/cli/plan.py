@@ -60,7 +60,9 @@ class PlanCommand(click.Command):
 @click.option(
     "--stages", multiple=True, type=click.IntRange(min=1), help="Only this number of stages; may be repeated."
 )
-@click.option("--engine", type=click.Choice(["highs", "alpa", "both"]), help="Solver; this release has highs.")
+@click.option(
+    "--engine", type=click.Choice(["highs", "alpa", "both"]), help="Solver: ours, Alpa's own, or both compared."
+)
 @click.option("--save", "folder", type=click.Path(file_okay=False, path_type=Path), help="Write a plan file per grid.")
 @click.option("--compare", metavar="dp,fsdp,tp", help="Also plans that one would write by hand, one stage each.")
 @click.option("--explain", is_flag=True, help="Say where time and memory go, and what bound the best plan.")
@@ -101,7 +103,7 @@ def command(
         if path is not None:
             check_writable(path, what=what)
     start_jax()
-    from arena_jax.cli.plan_report import report_of, table_lines
+    from arena_jax.cli.plan_report import engine_lines, report_of, table_lines
     from arena_jax.job import build
 
     job = build(loaded)
@@ -123,6 +125,8 @@ def command(
     report = report_of(job, search.problem, index, compared)
     unit = job.items_per_batch[1]
     for line in table_lines(report, unit) if report["grids"] else ():
+        console.data(line)
+    for line in engine_lines(report):
         console.data(line)
     console.note(_how(index))
     best = _best(index, compared or [])

@@ -71,6 +71,8 @@ def _grid(row: IndexRow, items: int, dtype: str) -> dict[str, Any]:
         "imbalance": None,
         "measured_share": None,
         "plan_id": None,
+        "engine": row.engine,
+        "objectives": dict(row.objectives),
     }
     plan, estimate, step_time_s = row.plan, row.estimate, row.step_time_s
     if plan is None or estimate is None or step_time_s is None:
@@ -119,6 +121,25 @@ def table_lines(report: Mapping[str, Any], unit: str) -> Iterator[str]:
             cells.append(f"{fit(row[2], widths[2]):{widths[2]}}")
             cells += [f"{cell:>{w}}" for cell, w in zip(row[3:], widths[3:], strict=True)]
         yield "  ".join(cells).rstrip()
+
+
+def engine_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Where several engines were asked: the objective of each, grid by grid, and how far apart they are."""
+    rows = [row for row in report["grids"] if len(row["objectives"]) > 1]
+    if not rows:
+        return
+    names = list(dict.fromkeys(name for row in rows for name in row["objectives"]))
+    table = [["grid", *(f"{name} finds" for name in names), "apart by"]]
+    for row in rows:
+        values = row["objectives"].values()
+        apart = (max(values) - min(values)) / max(values)
+        cells = [seconds(row["objectives"][name]) if name in row["objectives"] else "-" for name in names]
+        table.append([row["grid"], *cells, f"{apart:.1g}" if apart else "0"])
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    yield ""
+    for first, *rest in table:
+        cells = [f"{cell:>{w}}" for cell, w in zip(rest, widths[1:], strict=True)]
+        yield "  ".join(["", f"{first:{widths[0]}}", *cells])
 
 
 def table_rows(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:

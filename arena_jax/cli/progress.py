@@ -221,8 +221,19 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         str(row.get("num_microbatches") or ""),
         seconds(row["step_time_s"]) if fits and row.get("step_time_s") is not None else "-",
         size(row["memory_bytes"]) if row.get("memory_bytes") is not None else "-",
-        "chosen" if chosen else "" if fits else str(row.get("reason") or "does not fit"),
+        "; ".join(_remarks(row)),
     ]
+
+
+def _remarks(row: Mapping[str, Any]) -> Iterator[str]:
+    """That a candidate was chosen, why it does not fit, and what each engine found where several were asked."""
+    if row.get("chosen"):
+        yield "chosen"
+    elif not row.get("feasible"):
+        yield str(row.get("reason") or "does not fit")
+    objectives = row.get("objectives") or {}
+    if len(objectives) > 1:
+        yield ", ".join(f"{name} {seconds(value)}" for name, value in objectives.items())
 
 
 def _facts(event: Event, *, estimate: bool = False) -> Iterator[str]:

@@ -7,6 +7,7 @@ import numpy as np
 
 from arena_jax.compiler.analysis import Analysis, Constraints
 from arena_jax.compiler.cost import Hardware, transfer_s
+from arena_jax.compiler.engines import engine
 from arena_jax.compiler.flops import jaxpr_flops
 from arena_jax.compiler.inter import Costs, StageChoice, best_stages, least_memory
 from arena_jax.compiler.stage_cost import MeshCost, Option
@@ -28,13 +29,21 @@ def plan_grid(
     search = _GridSearch(analysis, grid, hardware, constraints, num_microbatches)
     if not search.meshes_exist:
         return _row(grid, num_microbatches, search.why_no_mesh())
-    found = best_stages(grid, layers.num_layers, num_microbatches, search.costs, search.boundary_s())
+    solver = engine(constraints.engine)
+    found = best_stages(grid, layers.num_layers, num_microbatches, search.costs, search.boundary_s(), solver=solver)
     if found is None:
-        return search.nothing_fits()
-    _, stages = found
+        return replace(search.nothing_fits(), engine=solver.name)
+    stages = found.stages
     plan = make_plan(analysis, grid, num_microbatches, [(s, search.options[s.submesh][s.option]) for s in stages])
     estimate = search.estimate(stages)
-    return IndexRow(grid=grid, num_microbatches=num_microbatches, plan=plan, estimate=estimate)
+    return IndexRow(
+        grid=grid,
+        num_microbatches=num_microbatches,
+        plan=plan,
+        estimate=estimate,
+        engine=solver.name,
+        objectives=found.objectives,
+    )
 
 
 def _row(grid: GridShape, num_microbatches: int, reason: str, least_memory_bytes: int | None = None) -> IndexRow:

@@ -37,6 +37,15 @@ class Costs:
     option: np.ndarray
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """The best cut of a grid: its objective in seconds, the stages in order, and what each engine asked has found."""
+
+    objective: float
+    stages: tuple[StageChoice, ...]
+    objectives: Mapping[str, float]
+
+
 def best_stages(
     grid: GridShape,
     num_layers: int,
@@ -45,7 +54,7 @@ def best_stages(
     boundary_s: np.ndarray,
     *,
     solver: Engine | None = None,
-) -> tuple[float, list[StageChoice]] | None:
+) -> Cut | None:
     """The best cut of ``num_layers`` layers into the grid's stages; exact.
 
     Args:
@@ -54,7 +63,7 @@ def best_stages(
         solver: runs the dynamic program; ours by default.
 
     Returns:
-        The objective in seconds and the stages in order, or ``None`` when nothing fits.
+        ``None`` when nothing fits.
     """
     solver = solver or engine("highs")
     choices = stage_submeshes(grid)
@@ -87,7 +96,7 @@ def best_stages(
                 found, submeshes = packed, tuple(sizes)
     if found is None:
         return None
-    stages = [
+    stages = tuple(
         StageChoice(
             first=first,
             last=last,
@@ -95,8 +104,8 @@ def best_stages(
             option=int(tables[grid.num_stages - i, submeshes[c]].option[first, last]),
         )
         for i, (first, last, c) in enumerate(found.stages)
-    ]
-    return found.objective, stages
+    )
+    return Cut(objective=found.objective, stages=stages, objectives=found.objectives)
 
 
 def least_memory(grid: GridShape, num_layers: int, needs: Callable[[int, Submesh], np.ndarray]) -> float:

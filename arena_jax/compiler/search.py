@@ -8,6 +8,7 @@ import numpy as np
 
 from arena_jax.compiler.analysis import Analysis, Constraints, analyse
 from arena_jax.compiler.cost import Hardware, hardware_of
+from arena_jax.compiler.engines import check_engine
 from arena_jax.compiler.grid_search import plan_grid
 from arena_jax.compiler.job_key import job_key
 from arena_jax.compiler.problem import Problem
@@ -105,11 +106,8 @@ def _at_least_s(analysis: Analysis, hardware: Hardware) -> float:
 
 
 def check_pins(problem: Problem, constraints: Constraints, num_microbatches: int | None) -> None:
-    """Raise :class:`UsageError` for pins that no grid can satisfy."""
-    if constraints.engine != "highs":
-        raise UsageError(
-            f"engine {constraints.engine!r} is not available in this release", hint="use plan.engine=highs"
-        )
+    """Raise :class:`UsageError` for pins that no grid can satisfy, and :class:`ArenaError` for an engine not there."""
+    check_engine(constraints.engine)
     if constraints.space == "alpa" and constraints.zero not in ("search", 0):
         raise UsageError(
             f"plan.space=alpa has no ZeRO, and plan.zero={constraints.zero} is pinned",

@@ -90,6 +90,7 @@ class IndexRow:
     """The best plan of one grid at one number of microbatches, or why none fits.
 
     ``least_memory_bytes`` is what the fullest device would need at least, where memory is why.
+    ``objectives`` holds the seconds of the cut into stages that each engine asked has found.
     """
 
     grid: GridShape
@@ -101,6 +102,7 @@ class IndexRow:
     profiles: tuple[str, ...] = ()
     measured_step_time_s: float | None = None
     least_memory_bytes: int | None = None
+    objectives: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def feasible(self) -> bool:
@@ -268,6 +270,7 @@ def row_to_json(row: IndexRow) -> dict[str, Any]:
         "profiles": list(row.profiles),
         "measured_step_time_s": row.measured_step_time_s,
         "least_memory_bytes": row.least_memory_bytes,
+        "objectives": dict(row.objectives),
     }
 
 
@@ -287,6 +290,7 @@ def row_from_json(data: Mapping[str, Any]) -> IndexRow:
         profiles=tuple(data["profiles"]),
         measured_step_time_s=data["measured_step_time_s"],
         least_memory_bytes=data.get("least_memory_bytes"),
+        objectives=data.get("objectives", {}),
     )
 
 

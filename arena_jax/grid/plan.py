@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from arena_jax.errors import PlanError
+from arena_jax.grid.alpa_terms import stages_from_alpa, to_alpa
 from arena_jax.grid.export import export
-from arena_jax.grid.shapes import GridShape, Submesh, place, submesh_choices
+from arena_jax.grid.shapes import Allocation, GridShape, Submesh, place, submesh_choices
 
 FORMAT_VERSION = 1
 _T = TypeVar("_T")
@@ -175,6 +176,56 @@ class Plan:
             UsageError: another form.
         """
         return export(self, form)
+
+    def to_alpa(self) -> dict[str, Any]:
+        """The plan in Alpa's terms, as plain lists.
+
+        ``forward_stage_layer_ids``, ``submesh_physical_shapes``, ``submesh_logical_shapes`` (dp, tp) and
+        ``submesh_autosharding_option_dicts`` are what ``alpa.ManualStageOption`` takes; beside them
+        ``num_micro_batches``, ``pipeline_schedule`` and, per stage, ``remat_layers``. Alpa has no words for
+        specs, which its own integer program finds, and none for ZeRO-1, which is said as ZeRO-2.
+        """
+        return to_alpa(self)
+
+    @classmethod
+    def from_alpa(
+        cls,
+        terms: Mapping[str, Any],
+        *,
+        allocation: Allocation,
+        model_fingerprint: str,
+        global_batch: int,
+        precision: Precision | None = None,
+    ) -> "Plan":
+        """Read what :meth:`to_alpa` wrote, or the fields of an ``alpa.ManualStageOption``.
+
+        Such a plan says no specs: :func:`arena_jax.compiler.specs.with_specs` finds them.
+
+        Args:
+            allocation, model_fingerprint, global_batch, precision: what Alpa's terms leave open.
+
+        Raises:
+            PlanError: the terms are incomplete, or do not tile the allocation.
+        """
+        stages = stages_from_alpa(terms)
+        return cls(
+            model_fingerprint=model_fingerprint,
+            global_batch=global_batch,
+            grid=GridShape(allocation, len(stages)),
+            num_microbatches=terms.get("num_micro_batches", 1),
+            precision=precision or Precision(),
+            stages=tuple(
+                StagePlan(
+                    layers=stage["layers"],
+                    submesh=Submesh(*stage["physical"]),
+                    dp=stage["dp"],
+                    tp=stage["tp"],
+                    zero=stage["zero"],
+                    remat=stage["remat"],
+                )
+                for stage in stages
+            ),
+        )
 
     def with_microbatches(self, num_microbatches: int) -> "Plan":
         return replace(self, num_microbatches=num_microbatches)

@@ -120,7 +120,7 @@ class PlanSection(Section):
         remat: recompute each stage's forward pass in its backward pass.
         space: ``full``, or ``alpa``: Alpa's layer units and no ZeRO.
         num_microbatches: ``None`` is automatic.
-        engine: which solver; ``highs`` is the only one of this release.
+        engine: which solver: ``highs``, ``alpa`` (Alpa's own code), or ``both``, compared.
     """
 
     grid: str | None = None

@@ -26,6 +26,21 @@ _TIMEOUT_S = program.ALPA_TIME_LIMIT_S + 120
 _STOP_S = 5.0
 
 
+def installed() -> Path:
+    """Where alpa is.
+
+    Raises:
+        ArenaError: nowhere.
+    """
+    folder = alpa_folder()
+    if folder is None:
+        raise ArenaError(
+            f"the solver alpa {ALPA_VERSION} is not installed",
+            hint="arena-jax doctor --install-alpa, or use plan.engine=highs",
+        )
+    return folder
+
+
 class AlpaProcess:
     """One worker; calls from several threads take turns. After a crash or a time-out the next call starts anew."""
 
@@ -48,12 +63,7 @@ class AlpaProcess:
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 return
-            folder = alpa_folder()
-            if folder is None:
-                raise ArenaError(
-                    f"the solver alpa {ALPA_VERSION} is not installed",
-                    hint="arena-jax doctor --install-alpa, or use plan.engine=highs",
-                )
+            folder = installed()
             self.close()
             # CBC's files and the worker's messages: gone with the process, however it ends.
             self._scratch = tempfile.TemporaryDirectory(prefix="arena-jax-alpa-")

@@ -3,11 +3,11 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from arena_jax.compiler.engines import alpa, cuts, highs
-from arena_jax.compiler.engines.alpa_process import alpa_process
+from arena_jax.compiler.engines.alpa_process import alpa_process, installed
 from arena_jax.compiler.engines.problem import StrategyProblem, StrategySolution
 from arena_jax.compiler.engines.stages import StageProblem, StageSolution
 from arena_jax.errors import UsageError, nearest
@@ -46,7 +46,7 @@ class Highs:
         return highs.solve_strategies(problem, time_limit_s=time_limit_s, relative_gap=relative_gap)
 
     def best_stages(self, problem: StageProblem) -> StageSolution | None:
-        return cuts.best_stages(problem)
+        return _named(self.name, cuts.best_stages(problem))
 
 
 class Alpa:
@@ -65,7 +65,7 @@ class Alpa:
         return alpa.solve_strategies(self._worker, problem, time_limit_s=time_limit_s)
 
     def best_stages(self, problem: StageProblem) -> StageSolution | None:
-        return alpa.best_stages(self._worker, problem)
+        return _named(self.name, alpa.best_stages(self._worker, problem))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,20 +116,26 @@ class Both:
     def solve_strategies(
         self, problem: StrategyProblem, *, time_limit_s: float | None = None, relative_gap: float = 0.0
     ) -> StrategySolution | None:
-        return self._compare(
+        ours, theirs = self._compare(
             "strategies",
             lambda: self._highs.solve_strategies(problem, time_limit_s=time_limit_s),
             lambda: self._alpa.solve_strategies(problem),
         )
+        return _better(ours, theirs)
 
     def best_stages(self, problem: StageProblem) -> StageSolution | None:
-        return self._compare(
+        ours, theirs = self._compare(
             "stages", lambda: self._highs.best_stages(problem), lambda: self._alpa.best_stages(problem)
         )
+        better = _better(ours, theirs)
+        if better is None:
+            return None
+        found = [solution.objectives for solution in (ours, theirs) if solution is not None]
+        return replace(better, objectives={name: value for each in found for name, value in each.items()})
 
     def _compare(
         self, level: str, highs: Callable[[], _Solution | None], alpa: Callable[[], _Solution | None]
-    ) -> _Solution | None:
+    ) -> tuple[_Solution | None, _Solution | None]:
         ours, ours_s = _timed(highs)
         theirs, theirs_s = _timed(alpa)
         self.comparisons.append(
@@ -142,15 +148,36 @@ class Both:
                 alpa_solve_s=theirs_s,
             )
         )
-        if ours is None or (theirs is not None and theirs.objective < ours.objective):
-            return theirs
-        return ours
+        return ours, theirs
+
+
+def _better(ours: _Solution | None, theirs: _Solution | None) -> _Solution | None:
+    if ours is None or (theirs is not None and theirs.objective < ours.objective):
+        return theirs
+    return ours
+
+
+def _named(name: str, found: StageSolution | None) -> StageSolution | None:
+    return None if found is None else replace(found, objectives={name: found.objective})
 
 
 def _timed(solve: Callable[[], _Solution | None]) -> tuple[_Solution | None, float]:
     started = time.perf_counter()
     found = solve()
     return found, time.perf_counter() - started
+
+
+def check_engine(name: str) -> None:
+    """Say at once what :func:`engine` would say, without starting anything.
+
+    Raises:
+        UsageError: no such engine.
+        ArenaError: alpa is asked for and not installed.
+    """
+    if name not in ENGINES:
+        raise UsageError(f"unknown engine {name!r}{nearest(name, ENGINES)}", hint=f"use one of {', '.join(ENGINES)}")
+    if name != "highs":
+        installed()
 
 
 def engine(name: str) -> Engine:
@@ -160,7 +187,6 @@ def engine(name: str) -> Engine:
         UsageError: no such engine.
         ArenaError: alpa is asked for and not installed.
     """
+    check_engine(name)
     kinds: dict[str, Callable[[], Engine]] = {"highs": Highs, "alpa": Alpa, "both": Both}
-    if name not in kinds:
-        raise UsageError(f"unknown engine {name!r}{nearest(name, ENGINES)}", hint=f"use one of {', '.join(ENGINES)}")
     return kinds[name]()

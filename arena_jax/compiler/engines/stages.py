@@ -4,8 +4,8 @@ The objective (Alpa, section 5) is ``sum_s t_s + (M - 1) max_s t_s`` plus what c
 costs. A program that finds the least sum with no stage above a bound is all that an engine must give.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -57,10 +57,11 @@ class StageProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class StageSolution:
-    """Stages in order, and their objective in seconds."""
+    """Stages in order, their objective in seconds, and by engine what each one asked has found."""
 
     stages: tuple[Stage, ...]
     objective: float
+    objectives: Mapping[str, float] = field(default_factory=dict)
 
 
 def search_bounds(problem: StageProblem, least_sum: Callable[[float], Sequence[Stage] | None]) -> StageSolution | None:
