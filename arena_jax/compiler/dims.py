@@ -7,17 +7,18 @@ of a kernel that has been described, or of a loop or branch from the rules of wh
 import math
 from typing import Any
 
+from arena_jax.compiler import _compat
 from arena_jax.compiler.rules import indexing, linear, products, shapes
 from arena_jax.compiler.rules.composed import composed
 from arena_jax.compiler.rules.elementwise import ELEMENTWISE as ELEMENTWISE
 from arena_jax.compiler.rules.elementwise import SOURCES as SOURCES
-from arena_jax.compiler.rules.kernels import kernel_rule
+from arena_jax.compiler.rules.kernels import KERNELS, kernel_names, kernel_rule
 from arena_jax.compiler.rules.reductions import CUMULATIVE as CUMULATIVE
 from arena_jax.compiler.rules.reductions import REDUCTIONS as REDUCTIONS
 from arena_jax.compiler.rules.rule import RULES, Dims, shape_of
 from arena_jax.compiler.rules.rule import Rule as Rule
 
-__all__ = ["CUMULATIVE", "ELEMENTWISE", "REDUCTIONS", "SOURCES", "Rule", "rule_of"]
+__all__ = ["CUMULATIVE", "ELEMENTWISE", "REDUCTIONS", "SOURCES", "Rule", "rule_of", "unknown_primitives"]
 
 # Imported for what they register.
 _FAMILIES = (indexing, linear, products, shapes)
@@ -37,6 +38,29 @@ def rule_of(eqn: Any) -> Rule | None:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return None
     return rule if rule is not None and _fits(rule, eqn) else None
+
+
+def unknown_primitives(jaxpr: Any) -> list[str]:
+    """Names of what nobody described, bodies of calls and loops included, in order of appearance."""
+    found: dict[str, None] = {}
+    for eqn in jaxpr.eqns:
+        bodies = _bodies(eqn)
+        for body in bodies:
+            found.update(dict.fromkeys(unknown_primitives(body)))
+        if not bodies and rule_of(eqn) is None:
+            name = eqn.primitive.name
+            found[f"{name} {kernel_names(eqn)[0]!r}" if name in KERNELS else name] = None
+    return list(found)
+
+
+def _bodies(eqn: Any) -> list[Any]:
+    params = eqn.params
+    if "branches" in params or "body_jaxpr" in params:
+        return [_compat.open_jaxpr(b)[0] for b in params.get("branches", (params.get("body_jaxpr"),))]
+    try:
+        return [] if kernel_rule(eqn) is not None else [_compat.inner_jaxpr(eqn)[0]]
+    except KeyError:
+        return []
 
 
 def _by_name(eqn: Any) -> Rule | None:

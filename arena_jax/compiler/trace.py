@@ -8,6 +8,7 @@ by path (``"12/3"``: equation 3 in the body of equation 12). Plans refer to valu
 
 import hashlib
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from arena_jax.compiler import _compat
+from arena_jax.compiler.dims import unknown_primitives
 from arena_jax.compiler.effects import check_effects
 from arena_jax.compiler.problem import FROZEN, PARAMS, STATE, Leaf, Problem, path_name
 from arena_jax.errors import ArenaError, ModelError
@@ -108,7 +110,20 @@ def trace_loss(problem: Problem, num_microbatches: int = 1) -> Trace:
     rows = problem.rows_of(num_microbatches)
     if rows * num_microbatches != problem.global_batch:
         raise ArenaError(f"a batch of {problem.global_batch} does not split into {num_microbatches} microbatches")
-    return _trace(problem, problem.graphdef, rows)
+    trace = _trace(problem, problem.graphdef, rows)
+    if num_microbatches == 1:  # as plans are made from; others are the same at another size
+        _warn_of_unknown(trace.jaxpr)
+    return trace
+
+
+def _warn_of_unknown(jaxpr: Any) -> None:
+    unknown = unknown_primitives(jaxpr)
+    if unknown:
+        warnings.warn(
+            f"every device runs all of what is not known to be divisible: {', '.join(unknown)}"
+            "; arena_jax.sharding_rule describes a kernel",
+            stacklevel=3,
+        )
 
 
 def trace_eval(problem: Problem, rows: int) -> Trace:

@@ -1,8 +1,10 @@
 """Train a stranger under a plan and on one device, and say how far the losses are apart."""
 
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -11,7 +13,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from arena_jax.compiler import Constraints, make_problem
+from arena_jax.compiler import Constraints, _compat, make_problem
+from arena_jax.compiler.dims import unknown_primitives
 from arena_jax.compiler.model_tree import ParameterTree, is_array_tree, loss_of_tree
 from arena_jax.compiler.trace import trace_loss
 from arena_jax.grid import GridShape, Plan, Precision
@@ -38,7 +41,9 @@ class Comparison:
         losses, reference: per step, under the plan and on one device.
         difference: largest relative difference of a loss.
         parameters: largest relative difference of a parameter after the last step.
+        moved: largest relative change of the loss on one device over the steps.
         sharded: parameters that some device holds only a part of, as a share of all elements.
+        whole: the other parameters of two dims or more, largest first.
     """
 
     plan: Plan
@@ -47,7 +52,9 @@ class Comparison:
     difference: float
     parameters: float
     worst_parameter: str
+    moved: float
     sharded: float
+    whole: tuple[str, ...]
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -144,34 +151,45 @@ def compare(name: str, layout: str) -> Comparison:
         difference=max(differences),
         parameters=errors[worst],
         worst_parameter=worst,
-        sharded=_sharded(program.plan, name),
+        moved=max(abs(x / reference.losses[0] - 1) for x in reference.losses),
+        **_sharded(program.plan, name),
     )
 
 
-def _sharded(plan: Plan, name: str) -> float:
-    """Share of the parameters that some stage holds in parts."""
+def _sharded(plan: Plan, name: str) -> dict[str, Any]:
+    """Share of the parameters that some stage holds in parts, and the names of the large others."""
     sizes = {leaf.name: int(np.prod(leaf.shape)) for leaf in problem(name).leaves if leaf.kind == "params"}
+    matrices = {leaf.name for leaf in problem(name).leaves if leaf.kind == "params" and len(leaf.shape) > 1}
     parts = {
         key.partition("[")[0]
         for stage in plan.stages
         for key, spec in stage.parameters.items()
         if any(axis is not None for axis in spec)
     }
-    return sum(size for key, size in sizes.items() if key in parts) / sum(sizes.values())
+    whole = sorted(matrices - parts, key=lambda key: -sizes[key])
+    return {"sharded": sum(sizes[key] for key in parts) / sum(sizes.values()), "whole": tuple(whole)}
 
 
-def num_equations(name: str) -> int:
-    """Equations of the traced loss, those inside scans and calls included."""
-    from arena_jax.compiler import _compat
+def describe(name: str) -> dict[str, Any]:
+    """What the table says of a model besides how it trained."""
+    s = stranger(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        jaxpr = trace_loss(problem(name), 1).jaxpr
+    return {
+        "name": s.name,
+        "kind": s.kind,
+        "version": version(s.package),
+        "equations": _num_equations(jaxpr),
+        "unknown": unknown_primitives(jaxpr),
+    }
 
-    def count(jaxpr: Any) -> int:
-        total = 0
-        for eqn in jaxpr.eqns:
-            total += 1
-            try:
-                total += count(_compat.inner_jaxpr(eqn)[0])
-            except KeyError:
-                pass
-        return total
 
-    return count(trace_loss(problem(name), 1).jaxpr)
+def _num_equations(jaxpr: Any) -> int:
+    """Equations, those inside scans and calls included."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        total += 1
+        with suppress(KeyError):
+            total += _num_equations(_compat.inner_jaxpr(eqn)[0])
+    return total

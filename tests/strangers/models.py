@@ -26,23 +26,20 @@ class Stranger:
     """One model from elsewhere.
 
     Attributes:
-        packages: modules it needs, the first of which names it.
-        version: of the package as the index has it, for the table.
+        package: the distribution it comes from.
         model: factory ``rngs -> module or tree of arrays``.
-        batches: step -> global batch.
+        batch: one global batch from a generator of random numbers.
+        float32_inside: it computes in float32 whatever its parameters are.
     """
 
     name: str
     kind: str
-    packages: tuple[str, ...]
+    package: str
     model: Callable[[nnx.Rngs], Any]
     loss_fn: Callable[[Any, Any], Any]
     batch: Callable[[np.random.Generator], Any]
     num_microbatches: int = 2
-
-    def missing(self) -> list[str]:
-        """Packages that are not installed."""
-        return [name for name in self.packages if find_spec(name) is None]
+    float32_inside: bool = False
 
     def batches(self, count: int) -> list[Any]:
         """The first global batches of the model's data, always the same."""
@@ -50,12 +47,29 @@ class Stranger:
         return [self.batch(rng) for _ in range(count)]
 
 
-STRANGERS: dict[str, Callable[[], Stranger]] = {}
+class Maker:
+    """Makes a stranger, once its package is known to be there."""
+
+    def __init__(self, make: Callable[[], Stranger], module: str) -> None:
+        self._make, self._module = make, module
+
+    def __call__(self) -> Stranger:
+        return self._make()
+
+    def missing(self) -> list[str]:
+        """What is not installed."""
+        return [] if find_spec(self._module) else [self._module]
 
 
-def _stranger(make: Callable[[], Stranger]) -> Callable[[], Stranger]:
-    STRANGERS[make.__name__] = make
-    return make
+STRANGERS: dict[str, Maker] = {}
+
+
+def _stranger(module: str) -> Callable[[Callable[[], Stranger]], Callable[[], Stranger]]:
+    def register(make: Callable[[], Stranger]) -> Callable[[], Stranger]:
+        STRANGERS[make.__name__] = Maker(make, module)
+        return make
+
+    return register
 
 
 def tokens(rng: np.random.Generator, length: int = 16, rows: int = ROWS) -> dict[str, np.ndarray]:
@@ -77,7 +91,7 @@ def initial(model: Any, shape: tuple[int, ...]) -> Callable[[nnx.Rngs], Any]:
     return lambda rngs: model.init_weights(rngs.params(), shape)
 
 
-@_stranger
+@_stranger("mamba2_jax")
 def mamba2() -> Stranger:
     def make(rngs: nnx.Rngs) -> Any:
         from mamba2_jax import Mamba2Config, Mamba2ForCausalLM
@@ -93,14 +107,15 @@ def mamba2() -> Stranger:
     return Stranger(
         name="mamba2-jax",
         kind="state-space decoder (NNX)",
-        packages=("mamba2_jax",),
+        package="mamba2-jax",
+        float32_inside=True,
         model=make,
         loss_fn=loss,
         batch=partial(tokens, length=20),
     )
 
 
-@_stranger
+@_stranger("nano_moe")
 def nano_moe() -> Stranger:
     def make(rngs: nnx.Rngs) -> Any:
         from nano_moe import NanoMoE, NanoMoEConfig
@@ -115,14 +130,15 @@ def nano_moe() -> Stranger:
     return Stranger(
         name="nano-moe-jax",
         kind="mixture of experts with dropout (Linen)",
-        packages=("nano_moe",),
+        package="nano-moe-jax",
+        float32_inside=True,
         model=make,
         loss_fn=loss,
         batch=tokens,
     )
 
 
-@_stranger
+@_stranger("transformers")
 def mistral() -> Stranger:
     from transformers import FlaxMistralForCausalLM, MistralConfig
 
@@ -144,14 +160,15 @@ def mistral() -> Stranger:
     return Stranger(
         name="transformers FlaxMistralForCausalLM",
         kind="decoder with grouped-query attention (Linen)",
-        packages=("transformers",),
+        float32_inside=True,
+        package="transformers",
         model=initial(model, (1, 16)),
         loss_fn=loss,
         batch=tokens,
     )
 
 
-@_stranger
+@_stranger("transformers")
 def bert() -> Stranger:
     from transformers import BertConfig, FlaxBertForMaskedLM
 
@@ -176,14 +193,15 @@ def bert() -> Stranger:
     return Stranger(
         name="transformers FlaxBertForMaskedLM",
         kind="encoder with gradient checkpointing and dropout (Linen)",
-        packages=("transformers",),
+        float32_inside=True,
+        package="transformers",
         model=initial(model, (1, 16)),
         loss_fn=loss,
         batch=batch,
     )
 
 
-@_stranger
+@_stranger("transformers")
 def whisper() -> Stranger:
     from transformers import FlaxWhisperForConditionalGeneration, WhisperConfig
 
@@ -221,14 +239,15 @@ def whisper() -> Stranger:
     return Stranger(
         name="transformers FlaxWhisperForConditionalGeneration",
         kind="speech encoder-decoder (Linen)",
-        packages=("transformers",),
+        float32_inside=True,
+        package="transformers",
         model=initial(model, (1, mels, frames)),
         loss_fn=loss,
         batch=batch,
     )
 
 
-@_stranger
+@_stranger("transformers")
 def resnet() -> Stranger:
     from transformers import FlaxResNetForImageClassification, ResNetConfig
 
@@ -249,14 +268,14 @@ def resnet() -> Stranger:
     return Stranger(
         name="transformers FlaxResNetForImageClassification",
         kind="convolutional classifier with batch statistics (Linen)",
-        packages=("transformers",),
+        package="transformers",
         model=make,
         loss_fn=loss,
         batch=images,
     )
 
 
-@_stranger
+@_stranger("diffusers")
 def unet() -> Stranger:
     from diffusers import FlaxUNet2DConditionModel
 
@@ -288,14 +307,14 @@ def unet() -> Stranger:
     return Stranger(
         name="diffusers FlaxUNet2DConditionModel",
         kind="diffusion U-Net with cross-attention (Linen)",
-        packages=("diffusers",),
+        package="diffusers",
         model=lambda rngs: model.init_weights(rngs.params()),
         loss_fn=loss,
         batch=batch,
     )
 
 
-@_stranger
+@_stranger("flax")
 def lstm() -> Stranger:
     class Tagger(nn.Module):
         @nn.compact
@@ -315,14 +334,14 @@ def lstm() -> Stranger:
     return Stranger(
         name="flax LSTM and bidirectional GRU",
         kind="recurrent (Linen)",
-        packages=("flax",),
+        package="flax",
         model=make,
         loss_fn=lambda model, batch: cross_entropy(model(batch["ids"]), batch["labels"]),
         batch=partial(tokens, length=12),
     )
 
 
-@_stranger
+@_stranger("transformers")
 def vit() -> Stranger:
     from transformers import FlaxViTForImageClassification, ViTConfig
 
@@ -344,7 +363,7 @@ def vit() -> Stranger:
     return Stranger(
         name="transformers FlaxViTForImageClassification",
         kind="vision transformer (Linen)",
-        packages=("transformers",),
+        package="transformers",
         model=initial(model, shape),
         loss_fn=loss,
         batch=partial(images, channels_first=True),
