@@ -1,6 +1,7 @@
 """The Python front door: ``fit``, and below it ``plan`` and ``compile`` for one's own loop."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ import optax
 from flax import nnx
 
 from arena_jax.compiler import Constraints, Problem, make_problem, plan_problem
+from arena_jax.compiler._compat import under_mesh
 from arena_jax.compiler.problem import LossFn
 from arena_jax.data import as_loader
 from arena_jax.errors import UsageError
@@ -130,7 +132,10 @@ def fit(
         problem, grid, plan, num_microbatches=num_microbatches, nonfinite=nonfinite, name=_name(model)
     )
     options, run = _run_directory(checkpoint, resume, tracker)
-    try:
+    with ExitStack() as stack:
+        if run is not None:
+            stack.callback(run.close)
+        stack.enter_context(under_mesh(None))
         trained = run_training(
             Training(
                 name="fit",
@@ -157,15 +162,13 @@ def fit(
                 callbacks=callbacks,
             )
         )
-    finally:
-        if run is not None:
-            run.close()
-    outcome = trained.outcome
-    program = outcome.program
-    assert isinstance(program, Program)
+        outcome = trained.outcome
+        program = outcome.program
+        assert isinstance(program, Program)
+        model_out, optimizer_state = program.model(outcome.state), program.optimizer_state(outcome.state)
     return FitResult(
-        model=program.model(outcome.state),
-        optimizer_state=program.optimizer_state(outcome.state),
+        model=model_out,
+        optimizer_state=optimizer_state,
         step=outcome.step,
         history=outcome.history,
         plan=program.plan,
@@ -230,8 +233,9 @@ def compile(
     planner, target, pinned = _where(
         problem, grid, plan, num_microbatches=num_microbatches, nonfinite=nonfinite, name=_name(model)
     )
-    candidate = choose(planner.search(target), target) if pinned is None else planner.given(pinned)
-    program = planner.compile(candidate).program
+    with under_mesh(None):
+        candidate = choose(planner.search(target), target) if pinned is None else planner.given(pinned)
+        program = planner.compile(candidate).program
     assert isinstance(program, Program)
     return program
 

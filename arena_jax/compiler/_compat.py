@@ -1,10 +1,11 @@
 """The few places where jax 0.10 to 0.12 differ, or where only an internal name exists."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import jax
+from jax._src import config
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.interpreters import partial_eval
@@ -45,10 +46,10 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def bind(eqn: Any, args: list[Any]) -> list[Any]:
-    """Evaluate one equation as it stands, keeping its name scope."""
+def bind(eqn: Any, args: list[Any], *, in_context: bool = True) -> list[Any]:
+    """Evaluate one equation as it stands, in its own context unless that is not wanted."""
     bound = eqn.primitive.get_bind_params(eqn.params)
-    with eqn_context(eqn):
+    with eqn_context(eqn) if in_context else nullcontext():
         if isinstance(bound, tuple):  # jax < 0.11: callables first, then params
             functions, params = bound
             out = eqn.primitive.bind(*functions, *args, **params)
@@ -65,6 +66,35 @@ def eqn_context(eqn: Any) -> Iterator[None]:
         if manager is not None:
             stack.enter_context(manager)
         yield
+
+
+def mesh_in_use() -> Any:
+    """The mesh that was set with ``jax.set_mesh``, if any."""
+    mesh = jax.sharding.get_mesh()
+    return None if mesh is None or mesh.empty else mesh
+
+
+def under_mesh(mesh: Any) -> Any:
+    """A context in which that mesh, or none, is set."""
+    return jax.set_mesh(mesh) if mesh is not None or mesh_in_use() is not None else nullcontext()
+
+
+@contextmanager
+def typed_as_in(eqn: Any) -> Iterator[None]:
+    """Trace as the equation was traced: under its mesh, and with types that say over which axes values vary."""
+    varying = any(_varies(v.aval) for v in (*eqn.invars, *eqn.outvars))
+    with ExitStack() as stack:
+        mesh = getattr(eqn.ctx, "cur_abstract_mesh", None)
+        if mesh is not None:
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        stack.enter_context(config._check_vma(varying))
+        yield
+
+
+def _varies(aval: Any) -> bool:
+    """Whether a value's type says that it differs between parts of a mesh."""
+    kind = getattr(aval, "manual_axis_type", None)
+    return bool(getattr(aval, "vma", None)) or (kind is not None and not kind.empty)
 
 
 def inputs_behind(jaxpr: Any, atom: Any) -> list[bool]:

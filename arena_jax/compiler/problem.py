@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen, nnx
 
-from arena_jax.compiler._compat import is_key
+from arena_jax.compiler._compat import is_key, mesh_in_use
 from arena_jax.compiler.model_tree import ParameterTree, is_array_tree, loss_of_tree
 from arena_jax.errors import ModelError, UsageError
 from arena_jax.grid import Precision
@@ -76,6 +76,8 @@ class Problem:
         optimizer: any optax transformation.
         precision: dtype policy of the run.
         seed: seed of the model's ``nnx.Rngs``.
+        mesh: what the caller had set as jax's mesh, ``None`` for none: the loss is traced under it, and
+            nothing else runs under it.
     """
 
     leaves: tuple[Leaf, ...]
@@ -91,6 +93,7 @@ class Problem:
     batch_treedef: Any = field(repr=False)
     make_values: Callable[[nnx.Rngs], list[Any]] = field(repr=False)
     concrete: bool = False
+    mesh: Any = field(default=None, repr=False)
 
     def of_kind(self, kind: str) -> tuple[Leaf, ...]:
         return tuple(leaf for leaf in self.leaves if leaf.kind == kind)
@@ -208,6 +211,7 @@ def make_problem(
         batch_treedef=batch_treedef,
         make_values=make_values,
         concrete=isinstance(model, nnx.Module) or is_array_tree(model),
+        mesh=mesh_in_use(),
     )
 
 

@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import flax.errors
@@ -22,6 +22,7 @@ from flax import nnx
 from arena_jax.compiler import _compat
 from arena_jax.compiler.dims import unknown_primitives
 from arena_jax.compiler.effects import check_effects
+from arena_jax.compiler.meshless import names_a_mesh, run_without_mesh
 from arena_jax.compiler.problem import FROZEN, PARAMS, STATE, Leaf, Problem, path_name
 from arena_jax.errors import ArenaError, ModelError
 from arena_jax.values import Last, Sum, Weighted
@@ -148,10 +149,16 @@ def _trace(problem: Problem, graphdef: Any, rows: int) -> Trace:
     leaf_structs = [leaf.struct for leaf in problem.leaves]
     batch_structs = [leaf.struct(rows) for leaf in problem.batch]
     try:
-        closed = jax.make_jaxpr(flat_loss)(leaf_structs, batch_structs)
+        with _compat.under_mesh(problem.mesh):
+            closed = jax.make_jaxpr(flat_loss)(leaf_structs, batch_structs)
         check_effects(closed.jaxpr)
         consts = list(closed.consts)
-        flat = jax.make_jaxpr(lambda args: inline(closed.jaxpr, consts, args))(leaf_structs + batch_structs)
+        structs = leaf_structs + batch_structs
+        with _compat.under_mesh(None):  # a plan has a mesh of its own
+            if names_a_mesh(closed.jaxpr):
+                closed = jax.make_jaxpr(partial(run_without_mesh, closed.jaxpr, consts))(structs)
+                consts = list(closed.consts)
+            flat = jax.make_jaxpr(lambda args: inline(closed.jaxpr, consts, args))(structs)
     except jax.errors.ConcretizationTypeError as error:
         raise ModelError(
             f"the loss needs a value that is not known while tracing: {str(error).splitlines()[0]}",
