@@ -49,7 +49,10 @@ def run_without_mesh(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> 
 
     def read(atom: Any) -> Any:
         # A literal's type names the mesh, too.
-        return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, _compat.Literal) else env[atom]
+        if not isinstance(atom, _compat.Literal):
+            return env[atom]
+        aval: Any = atom.aval
+        return np.asarray(atom.val, aval.dtype)
 
     for eqn in jaxpr.eqns:
         outs = _equation(eqn, [read(a) for a in eqn.invars])

@@ -46,10 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if missing:
             print(f"{name}: skipped, {', '.join(missing)} is not installed", file=sys.stderr)
             continue
-        row = {**rows.get(name, {"layouts": {}}), **compare.describe(name)}
+        stranger = make()
+        row = {**rows.get(name, {"layouts": {}}), **compare.describe(stranger)}
         for layout in compare.LAYOUTS:
             if options.layout in layout:
-                row["layouts"][layout] = _one(name, layout)
+                row["layouts"][layout] = _one(stranger, layout)
                 failed += "error" in row["layouts"][layout]
         rows[name] = row
         _write(rows)
@@ -57,16 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _one(name: str, layout: str) -> dict[str, Any]:
+def _one(stranger: Any, layout: str) -> dict[str, Any]:
     from arena_jax.errors import ArenaError
     from tests.strangers import compare
 
     try:
-        found = compare.compare(name, layout)
+        found = compare.compare(stranger, layout)
     except ArenaError as error:
-        print(f"{name} {layout}: {error}", file=sys.stderr)
+        print(f"{stranger.name} {layout}: {error}", file=sys.stderr)
         return {"error": f"{type(error).__name__}: {error}"}
-    print(f"{name} {layout}: loss {found.difference:.1e}, parameters {found.parameters:.1e}", file=sys.stderr)
+    print(f"{stranger.name} {layout}: loss {found.difference:.1e}, parameters {found.parameters:.1e}", file=sys.stderr)
     return {
         "loss": found.difference,
         "parameters": found.parameters,

@@ -21,7 +21,7 @@ from arena_jax.grid import GridShape, Plan, Precision
 from arena_jax.planner import Planner, choose
 from arena_jax.runtime.layout import leaf_names
 from tests.same_numbers.oracle import Run, perturbation, train
-from tests.strangers.models import STRANGERS, Stranger
+from tests.strangers.models import Stranger
 
 NUM_STEPS = 3
 # name -> grid and pins.
@@ -63,20 +63,13 @@ def optimizer() -> optax.GradientTransformation:
 
 
 @cache
-def stranger(name: str) -> Stranger:
-    return STRANGERS[name]()
-
-
-@cache
-def problem(name: str) -> Any:
-    s = stranger(name)
+def problem(s: Stranger) -> Any:
     return make_problem(s.model, optimizer(), s.loss_fn, s.batches(1)[0], precision=FLOAT64)
 
 
 @cache
-def oracle(name: str) -> Run:
+def oracle(s: Stranger) -> Run:
     """One device, without the compiler or the runtime."""
-    s = stranger(name)
     tree = is_array_tree(jax.eval_shape(lambda: _value(s.model(nnx.Rngs(0)))))
 
     def module(rngs: nnx.Rngs) -> nnx.Module:
@@ -100,9 +93,9 @@ def _value(made: Any) -> Any:
 
 
 @cache
-def perturbed(name: str) -> dict[str, np.ndarray]:
+def perturbed(s: Stranger) -> dict[str, np.ndarray]:
     """Initial state with the oracle's noise on every parameter, so that no zero head hides an error."""
-    p = problem(name)
+    p = problem(s)
     values = jax.jit(lambda: p.make_values(nnx.Rngs(p.seed)))()
     tree: dict[str, np.ndarray] = {"step": np.asarray(0, np.int32)}
     params = []
@@ -118,25 +111,24 @@ def perturbed(name: str) -> dict[str, np.ndarray]:
     return tree
 
 
-def compare(name: str, layout: str) -> Comparison:
+def compare(s: Stranger, layout: str) -> Comparison:
     """Plan, compile and train a stranger under a layout, and compare with one device.
 
     Raises:
         ArenaError: what cannot be planned, in the planner's own words.
     """
-    s = stranger(name)
     grid, constraints = LAYOUTS[layout]
-    planner = Planner(problem(name), constraints=constraints, num_microbatches=s.num_microbatches)
+    planner = Planner(problem(s), constraints=constraints, num_microbatches=s.num_microbatches)
     target = GridShape.parse(grid)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = planner.compile(choose(planner.search(target), target)).program
-    state = program.load_tree(perturbed(name))
+    state = program.load_tree(perturbed(s))
     losses = []
     for batch in s.batches(NUM_STEPS):
         state, metrics = program.step(state, batch)
         losses.append(float(metrics["loss"]))
-    reference = oracle(name)
+    reference = oracle(s)
     tree = program.save_tree(state)
     errors = {}
     for key, value in reference.parameters.items():
@@ -152,14 +144,14 @@ def compare(name: str, layout: str) -> Comparison:
         parameters=errors[worst],
         worst_parameter=worst,
         moved=max(abs(x / reference.losses[0] - 1) for x in reference.losses),
-        **_sharded(program.plan, name),
+        **_sharded(program.plan, s),
     )
 
 
-def _sharded(plan: Plan, name: str) -> dict[str, Any]:
+def _sharded(plan: Plan, s: Stranger) -> dict[str, Any]:
     """Share of the parameters that some stage holds in parts, and the names of the large others."""
-    sizes = {leaf.name: int(np.prod(leaf.shape)) for leaf in problem(name).leaves if leaf.kind == "params"}
-    matrices = {leaf.name for leaf in problem(name).leaves if leaf.kind == "params" and len(leaf.shape) > 1}
+    sizes = {leaf.name: int(np.prod(leaf.shape)) for leaf in problem(s).leaves if leaf.kind == "params"}
+    matrices = {leaf.name for leaf in problem(s).leaves if leaf.kind == "params" and len(leaf.shape) > 1}
     parts = {
         key.partition("[")[0]
         for stage in plan.stages
@@ -170,12 +162,11 @@ def _sharded(plan: Plan, name: str) -> dict[str, Any]:
     return {"sharded": sum(sizes[key] for key in parts) / sum(sizes.values()), "whole": tuple(whole)}
 
 
-def describe(name: str) -> dict[str, Any]:
+def describe(s: Stranger) -> dict[str, Any]:
     """What the table says of a model besides how it trained."""
-    s = stranger(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        jaxpr = trace_loss(problem(name), 1).jaxpr
+        jaxpr = trace_loss(problem(s), 1).jaxpr
     return {
         "name": s.name,
         "kind": s.kind,
