@@ -140,6 +140,7 @@ KINDS = [
     make(
         "routed",
         model=Routed,
+        float32_inside=True,
         loss_fn=lambda m, b: cross_entropy(m(b["source"], b["target"]), b["labels"]),
         batch=lambda rng: {"source": ids(rng, 7), "target": ids(rng, 5), "labels": ids(rng, 5)},
     ),
@@ -150,8 +151,10 @@ KINDS = [
 def test_a_model_of_this_kind_trains_as_on_one_device(stranger: Stranger) -> None:
     found = compare(stranger, "tp=2")
     assert found.moved > 1e-3
-    assert found.difference < 1e-9
-    assert found.parameters < 1e-9, found.worst_parameter
+    # jax's attention has its scores in float32.
+    tolerance = 1e-6 if stranger.float32_inside else 1e-9
+    assert found.difference < tolerance
+    assert found.parameters < tolerance, found.worst_parameter
     # Where pictures are as small as here, splitting channels costs more than it saves.
     assert found.sharded > 0 or stranger.name == "picture"
 
