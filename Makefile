@@ -45,6 +45,7 @@ test: setup
 verify: setup
 	$(BIN)/python -m tests.verify $(ARGS)
 	$(BIN)/python -m tests.kill
+	$(BIN)/python -m tests.swap_verify
 
 lint: setup
 	$(BIN)/ruff check .
