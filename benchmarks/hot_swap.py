@@ -255,14 +255,15 @@ def report(results: dict[str, Any]) -> None:
             speed = statistics.median(s["moved_bytes"] / max(s["move_s"], 1e-9) for s in swaps)
             limit = step + moved / result["rate"] * (1.5 if name == "gpt_100m" else 1.0)
             slowed = [s for s in swaps if s["slowed_median"] is not None]
-            slow = (
-                f"{statistics.median(s['slowed_median'] for s in slowed):.2f}, {max(s['slowed_max'] for s in slowed):.2f}"
-                if slowed
-                else "-"
-            )
+            slow = "-"
+            if slowed:
+                slow = f"{statistics.median(s['slowed_median'] for s in slowed):.2f}"
+                slow += f", {max(s['slowed_max'] for s in slowed):.2f}"
             rows.append(
-                [name, "prepared" if prepared else "unprepared", len(swaps), _ms(stall), _ms(whole), _ms(limit)]
-                + [_ms(step), f"{moved / 2**20:.1f} MiB", f"{speed / 1e9:.2f}", slow]
+                [
+                    *(name, "prepared" if prepared else "unprepared", len(swaps), _ms(stall), _ms(whole), _ms(limit)),
+                    *(_ms(step), f"{moved / 2**20:.1f} MiB", f"{speed / 1e9:.2f}", slow),
+                ]
             )
         background = [s["background_s"] for s in result["swaps"] if not s["prepared"]]
         if background:

@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands, and its links lead somewhere."""
+"""The Python of the README and of docs/swap.md runs as it stands, and links lead somewhere."""
 
 import os
 import re
@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+SWAP = (ROOT / "docs" / "swap.md").read_text(encoding="utf-8")
+FENCED = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+EXAMPLES = [*FENCED.findall(README), *FENCED.findall(SWAP)]
 
 
 def test_there_are_examples_of_fit_and_of_an_own_loop():
@@ -31,6 +33,8 @@ def test_examples_run_from_the_readme_alone(number: int, tmp_path: Path):
     assert "cpu:8/s" in done.stdout
     losses = [float(word) for word in re.findall(r"\d+\.\d+(?:e-?\d+)?", done.stdout)]
     assert losses[-1] < losses[0], done.stdout
+    if "hook=" in EXAMPLES[number]:
+        assert re.findall(r"^step (\d+): cpu:(\d)", done.stdout, re.MULTILINE) == [("40", "8"), ("80", "4")]
 
 
 def test_links_to_files_lead_somewhere():
