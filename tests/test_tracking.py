@@ -212,6 +212,42 @@ def test_mlflow_holds_the_run(tmp_path, store, fluent):
     assert tracker.how_to_open().endswith(f"mlflow ui --backend-store-uri {store}")
 
 
+def test_mlflow_has_a_run_per_plan_with_what_the_change_cost(tmp_path, store):
+    with EventLog(tmp_path / "events.jsonl") as log:
+        emit_run(log, end="")
+        log.emit(
+            "swap",
+            **{"step": 5, "from": "cpu:4/s2", "to": "cpu:2/s1", "reason": "night", "background_s": 7.5},
+            stall_s=0.25,
+            prepared=False,
+            move_s=0.125,
+            moved_bytes=64,
+            difference="stages 2 -> 1",
+        )
+        log.emit("plan", step=5, plan_id="def", grid="cpu:2/s1", plan=PLAN, engine="highs", reason="swap")
+        log.emit("step", step=6, loss=0.5, step_time_s=0.1)
+        log.emit("run_end", step=6, stop_reason="done", message="")
+    sync(tmp_path, MLflowTracker(store, experiment="swapped"))
+    _, (parent,), segments = runs_of(store, "swapped")
+    by_grid = {run.data.tags["arena.grid"]: run for run in segments}
+    before, after = by_grid["cpu:4/s2"], by_grid["cpu:2/s1"]
+    told = {k.removeprefix("arena.swap."): v for k, v in after.data.tags.items() if k.startswith("arena.swap.")}
+    assert told == {
+        "from": "cpu:4/s2",
+        "to": "cpu:2/s1",
+        "reason": "night",
+        "background_s": "7.5",
+        "stall_s": "0.25",
+        "prepared": "false",
+        "difference": "stages 2 -> 1",
+    }
+    assert not any(key.startswith("arena.swap.") for key in before.data.tags)
+    assert parent.data.metrics["swap_stall_s"] == 0.25
+    assert parent.data.metrics["swap_background_s"] == 7.5
+    assert parent.data.metrics["swap_moved_bytes"] == 64
+    assert after.data.metrics["loss"] == 0.5
+
+
 def test_mlflow_leaves_stdout_alone(tmp_path, store, capfd):
     with EventLog(tmp_path / "events.jsonl") as log:
         emit_run(log)

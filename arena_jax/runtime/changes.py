@@ -82,7 +82,9 @@ class PlanChanges:
         if request == self._request or (request == self._refused and time.monotonic() < self._retry_at_s):
             return False
         self.drop()
-        if request == self._made or (target == running.program.plan.grid and request.devices == devices):
+        grid = running.program.plan.grid
+        # For the devices it has, a job stays with its number of stages.
+        if request == self._made or (target in (grid, grid.allocation) and request.devices == devices):
             return True
         if self._ahead is None:
             self._refuse(request, "this run cannot change its plan")

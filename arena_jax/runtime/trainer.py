@@ -272,10 +272,10 @@ class Trainer:
         if request is None:
             return None
         if isinstance(request.target, Stop):
-            self._changes.drop("it was stopped")
+            self._changes.drop()
             return "stopped"
         if isinstance(request.target, Pause):
-            self._changes.drop("it was paused")
+            self._changes.drop()
             return self._pause(signals, asked=True)
         before = self._changes.pending
         self._changes.want(request, self._compiled, self._devices)
@@ -369,7 +369,7 @@ class Trainer:
                 return None if signals.received is not None else "stopped"
             due = None
             if request is not None and isinstance(request.target, Pause):
-                self._changes.drop("it was paused")
+                self._changes.drop()
             elif request is not None and self._changes.want(request, self._compiled, self._devices):
                 due = Due(request=request, compiled=self._compiled, background_s=0.0, prepared=True)
             due = due or self._changes.due(self._compiled, self._devices)
