@@ -1,6 +1,7 @@
 """The predicted timeline: by hand where it is short, by what must hold where it is not."""
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given
@@ -25,7 +26,7 @@ def stage(forward: float, backward: float, *, transfer: float = 0.0, update: flo
 
 def test_two_stages_and_two_microbatches_by_hand() -> None:
     """Forward 1 s, backward 2 s, half a second on the way, 1 s of update on the first stage."""
-    spans = timeline([stage(1, 2, update=1), stage(1, 2, transfer=0.5)], 2)
+    spans = timeline([stage(1, 2, update=1), stage(1, 2, transfer=0.5)], 2, step_time_s=math.inf)
     assert spans == [
         Span(0, "forward", 0, 1, 0),
         Span(0, "forward", 1, 2, 1),
@@ -47,7 +48,7 @@ def test_two_stages_and_two_microbatches_by_hand() -> None:
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (1, 4), (2, 3), (4, 4), (4, 12), (8, 2)])
 def test_equal_stages_take_what_the_formula_says(num_stages: int, num_microbatches: int) -> None:
     """(stages + microbatches - 1) times a pass (Narayanan et al. 2021, section 2.2)."""
-    spans = timeline([stage(1, 2)] * num_stages, num_microbatches)
+    spans = timeline([stage(1, 2)] * num_stages, num_microbatches, step_time_s=math.inf)
     assert max(span.end_s for span in spans) == pytest.approx(3 * (num_stages + num_microbatches - 1))
 
 
@@ -56,7 +57,7 @@ def test_equal_stages_take_what_the_formula_says(num_stages: int, num_microbatch
     st.integers(1, 6),
 )
 def test_what_holds_for_any_pipeline(stages: list[StageEstimate], num_microbatches: int) -> None:
-    spans = timeline(stages, num_microbatches)
+    spans = timeline(stages, num_microbatches, step_time_s=math.inf)
     at = {(s.kind, s.stage, s.microbatch): s for s in spans if s.kind in ("forward", "backward")}
     assert len(at) == 2 * len(stages) * num_microbatches
     for (kind, where, m), span in at.items():  # everything comes after what it needs

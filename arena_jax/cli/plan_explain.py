@@ -106,7 +106,9 @@ def _facts(plan: Named) -> dict[str, Any]:
         "step_time_s": estimate.step_time_s,
         "measured_step_time_s": row.measured_step_time_s,
         "breakdown": dict(estimate.breakdown),
-        "idle_share": idle_share(timeline(estimate.stages, row.num_microbatches), len(estimate.stages)),
+        "idle_share": idle_share(
+            timeline(estimate.stages, row.num_microbatches, step_time_s=estimate.step_time_s), len(estimate.stages)
+        ),
         "imbalance": estimate.imbalance,
         "num_microbatches": row.num_microbatches,
         "memory_bytes": estimate.memory_bytes,

@@ -187,7 +187,7 @@ def _byte_unit(most: float) -> tuple[str, int]:
 def _timeline(row: IndexRow) -> str:
     assert row.plan is not None
     assert row.estimate is not None
-    spans = timeline(row.estimate.stages, row.num_microbatches)
+    spans = timeline(row.estimate.stages, row.num_microbatches, step_time_s=row.estimate.step_time_s)
     end = max(span.end_s for span in spans)
     bars = [
         svg.Bar(

@@ -33,7 +33,7 @@ def _events(process: int, row: IndexRow) -> list[dict[str, Any]]:
         {"name": "thread_sort_index", "ph": "M", "pid": process, "tid": n, "args": {"sort_index": n}}
         for n in numbers.values()
     ]
-    for span in timeline(row.estimate.stages, row.num_microbatches):
+    for span in timeline(row.estimate.stages, row.num_microbatches, step_time_s=row.estimate.step_time_s):
         thread = numbers[span.stage, span.stage if span.to is None else span.to]
         events.append(
             {

@@ -30,7 +30,9 @@ def plan_grid(
     if not search.meshes_exist:
         return _row(grid, num_microbatches, search.why_no_mesh())
     solver = engine(constraints.engine)
-    found = best_stages(grid, layers.num_layers, num_microbatches, search.costs, search.boundary_s(), solver=solver)
+    # Where stages share cores none of them waits, and the slowest is nothing special.
+    rounds = 1 if hardware.shares_cores else num_microbatches
+    found = best_stages(grid, layers.num_layers, rounds, search.costs, search.boundary_s(), solver=solver)
     if found is None:
         return replace(search.nothing_fits(), engine=solver.name)
     stages = found.stages
@@ -118,7 +120,7 @@ class _GridSearch:
             memory = mesh.memory(self._m, in_flight, choice)
             needs = np.minimum(needs, np.where(below, np.inf, memory))
             # Once-a-step work is spread over the microbatches, so that one number ranks stages.
-            total = compute + communication + once / self._m
+            total = (compute + communication + once / self._m) * self._weight(submesh)
             total = np.where((memory <= self._hardware.usable_bytes) & ~below, total, np.inf)
             better = total < seconds
             seconds[better], option[better] = total[better], i
@@ -136,10 +138,22 @@ class _GridSearch:
             ]
         return self.options[submesh]
 
+    def _weight(self, submesh: Submesh) -> float:
+        """What a stage's microbatch counts in the sum over stages.
+
+        Virtual CPU devices are shares of one pool of cores: while a stage waits, others run the faster,
+        so that a step takes the work of all stages and microbatches at the rate of the node.
+        """
+        return self._m * submesh.num_devices / self._grid.num_devices if self._hardware.shares_cores else 1.0
+
     def boundary_s(self) -> np.ndarray:
-        """Seconds per microbatch to carry values into each layer and cotangents back."""
+        """Seconds to carry values into each layer and cotangents back: of one microbatch, or all where these add up."""
+        times = self._m if self._hardware.shares_cores else 1
         return np.array(
-            [2 * (self._transfer_s(b) + self._dispatch_s) if b else 0.0 for b in self._analysis.layers.live_bytes]
+            [
+                2 * (self._transfer_s(b) * times + self._dispatch_s) if b else 0.0
+                for b in self._analysis.layers.live_bytes
+            ]
         )
 
     def _transfer_s(self, num_bytes: float) -> float:
@@ -162,22 +176,18 @@ class _GridSearch:
 
     def estimate(self, stages: Sequence[StageChoice]) -> Estimate:
         facts = [self._stage_facts(i, s, len(stages)) for i, s in enumerate(stages)]
-        computes = [f.compute_s for f in facts]
-        communications = [f.communication_s for f in facts]
+        weights = [self._weight(s.submesh) for s in stages]
         times = [f.time_s for f in facts]
-        slowest = int(np.argmax(times))
-        bubbles = (self._m - 1) * times[slowest]
+        if not self._hardware.shares_cores:
+            weights[int(np.argmax(times))] += self._m - 1
         boundary = self.boundary_s()
-        boundaries = float(sum(boundary[s.first] for s in stages[1:]))
-        once_s = max(f.update_s for f in facts)
-        step_time_s = sum(times) + bubbles + boundaries + once_s
-        rounds = self._m - 1
         breakdown = {
-            "compute_s": sum(computes) + rounds * computes[slowest],
-            "communication_s": sum(communications) + rounds * communications[slowest],
-            "boundary_s": boundaries,
-            "gradients_and_update_s": once_s,
+            "compute_s": sum(w * f.compute_s for w, f in zip(weights, facts, strict=True)),
+            "communication_s": sum(w * f.communication_s for w, f in zip(weights, facts, strict=True)),
+            "boundary_s": float(sum(boundary[s.first] for s in stages[1:])),
+            "gradients_and_update_s": self._update_s(stages, facts),
         }
+        step_time_s = sum(breakdown.values())
         return Estimate(
             step_time_s=step_time_s,
             memory_bytes=max(f.memory_bytes for f in facts),
@@ -188,6 +198,12 @@ class _GridSearch:
             measured_share=sum(self._measured_s(s) for s in stages) / max(sum(times), 1e-30),
             breakdown=breakdown,
         )
+
+    def _update_s(self, stages: Sequence[StageChoice], facts: Sequence[StageEstimate]) -> float:
+        """Stages update at the same time, or in turn where they share cores."""
+        if not self._hardware.shares_cores:
+            return max(f.update_s for f in facts)
+        return sum(f.update_s * self._weight(s.submesh) / self._m for s, f in zip(stages, facts, strict=True))
 
     def _measured_s(self, stage: StageChoice) -> float:
         mesh, option = self.options[stage.submesh][stage.option]

@@ -5,7 +5,7 @@ stage is free and its values have arrived. A link carries one microbatch at a ti
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from arena_jax.grid import StageEstimate
@@ -26,8 +26,11 @@ class Span:
     to: int | None = None
 
 
-def timeline(stages: Sequence[StageEstimate], num_microbatches: int) -> list[Span]:
+def timeline(stages: Sequence[StageEstimate], num_microbatches: int, *, step_time_s: float) -> list[Span]:
     """Spans of one step, in order of their start.
+
+    Where virtual CPU devices share cores, stages run the faster while others wait, so that the step
+    ends sooner than its spans would add up to; all are then shortened alike.
 
     Gradients are reduced and parameters updated when the last backward pass of all stages is over, for
     the update may need the gradients of all.
@@ -66,6 +69,10 @@ def timeline(stages: Sequence[StageEstimate], num_microbatches: int) -> list[Spa
             send(stage, stage - 1, m, done)
     end = max(free)
     spans.extend(Span(s, "update", end, end + facts.update_s) for s, facts in enumerate(stages) if facts.update_s)
+    latest = max(span.end_s for span in spans)
+    if latest > step_time_s:
+        shorter = step_time_s / latest
+        spans = [replace(s, start_s=s.start_s * shorter, end_s=s.end_s * shorter) for s in spans]
     return sorted(spans, key=lambda span: (span.start_s, span.stage, span.kind == "send"))
 
 

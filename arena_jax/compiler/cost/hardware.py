@@ -47,6 +47,11 @@ class Hardware:
         return int(self.device.memory_bytes * _MEMORY_SHARE[self.device.platform])
 
     @property
+    def shares_cores(self) -> bool:
+        """Whether devices are shares of one pool of cores: virtual CPU devices without threads of their own."""
+        return self.device.platform == "cpu" and self.device.threads is None
+
+    @property
     def launch_s(self) -> float:
         return _LAUNCH_S.get(self.device.platform, self.efficiency.launch_s)
 
