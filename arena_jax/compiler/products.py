@@ -28,6 +28,7 @@ class Product:
         rows: which of them shrink with the rows of a microbatch.
         gradients: how many products its backward pass takes, one for each operand that needs it.
         again: whether the backward pass runs it once more (a rematerialised block).
+        images: of a convolution, the images among its rows.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Product:
     rows: tuple[bool, bool, bool, bool]
     gradients: tuple[bool, bool]
     again: bool
+    images: float = math.inf
 
     @property
     def flops(self) -> float:
@@ -66,7 +68,8 @@ def product_of(
         return Product("dot", dtype, shape, over, gradients, op.again)
     result = _local(op.eqn.outvars[0].aval.shape, results[0], mesh)
     shape, over = _convolution(op.eqn.params, shapes[1], result)
-    return Product("conv", dtype, shape, over, gradients, op.again)
+    images = result[op.eqn.params["dimension_numbers"].out_spec[0]]
+    return Product("conv", dtype, shape, over, gradients, op.again, images)
 
 
 def _local(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> tuple[float, ...]:
@@ -156,6 +159,8 @@ def _computed(hardware: Hardware, products: Sequence[Product], num_microbatches:
             sizes = np.array([products[i].shape for i in at], float).T
             rows = np.array([products[i].rows for i in at], bool).T
             batch, m, k, n = np.where(rows, np.maximum(sizes / num_microbatches, 1.0), sizes)
+            images = np.array([products[i].images for i in at], float) / num_microbatches
+            m = m * (1 + hardware.start_images / images)
 
             def seconds(batch: Floats, m: Floats, k: Floats, n: Floats, kind: str = kind, dtype: str = dtype) -> Floats:
                 found: Floats = hardware.op_s(kind, dtype, 0.0, 0.0, (batch, m, k, n)) - hardware.launch_s

@@ -56,6 +56,11 @@ class Hardware:
         return _LAUNCH_S.get(self.device.platform, self.efficiency.launch_s)
 
     @property
+    def start_images(self) -> float:
+        """Images that a convolution costs besides its own."""
+        return 0.0 if self.device.platform == "cpu" else self.efficiency.conv_start_images
+
+    @property
     def dispatch_s(self) -> float:
         return _DISPATCH_S[self.device.platform]
 
