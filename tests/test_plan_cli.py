@@ -140,7 +140,7 @@ def test_remeasured_cpu_is_planned_anew(plan, monkeypatch: pytest.MonkeyPatch) -
 
     def measured(speed: float) -> dict[str, Any]:
         rates = {"float32": 5e10 * speed, "float64": 2e10 * speed, "bytes_per_s": 1e10 * speed}
-        monkeypatch.setattr(cpu, "_node_rates", lambda: rates)
+        monkeypatch.setattr(cpu, "node_rates", lambda: rates)
         return plan("tiny.yaml", "--on", "cpu:2/s1")[1]
 
     fast, slow, again = measured(1), measured(0.1), measured(1)

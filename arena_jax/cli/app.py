@@ -23,6 +23,7 @@ VERBS = {
     "cp": "Copy a recipe to edit it.",
     "validate": "Check a recipe and name every fault.",
     "plan": "Plan a recipe on every grid of some allocations.",
+    "profile": "Take, show and share measured pieces of models.",
     "train": "Train a recipe under a plan the compiler chose.",
     "resize": "Ask a running training to go on under another plan.",
     "simulate": "Run scheduling policies on a job trace.",

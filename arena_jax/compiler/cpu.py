@@ -23,7 +23,7 @@ _MEMORY_SHARE = 0.8
 
 def measured_cpu(row: DeviceType, num_devices: int) -> DeviceType:
     """The catalogue's ``cpu`` row with this node's measured rates, split over ``num_devices``."""
-    rates = _node_rates()
+    rates = node_rates()
     return replace(
         row,
         peak_flops={"float32": rates["float32"] / num_devices, "float64": rates["float64"] / num_devices},
@@ -34,7 +34,8 @@ def measured_cpu(row: DeviceType, num_devices: int) -> DeviceType:
 
 
 @cache
-def _node_rates() -> dict[str, float]:
+def node_rates() -> dict[str, float]:
+    """FLOP/s by dtype and bytes/s of the whole node, measured once and kept."""
     path = home() / "cpu.json"
     known = _read(path)
     if known is not None:
