@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from arena_jax import solver_setup
-from arena_jax.compiler.engines import Comparison, StageProblem, StrategyProblem, engine
+from arena_jax.compiler.engines import Comparison, StageProblem, StrategyProblem, alpa, engine
 from arena_jax.compiler.engines.alpa_process import AlpaProcess, alpa_process
 from arena_jax.compiler.inter import best_stages
 from arena_jax.errors import ArenaError, UsageError
@@ -155,7 +155,7 @@ def hard_problem() -> StrategyProblem:
 
 def test_out_of_time_is_said_and_the_next_call_works() -> None:
     with pytest.raises(ArenaError, match="no answer within 1 s") as error:
-        engine("alpa").solve_strategies(hard_problem(), time_limit_s=1.0)
+        alpa.solve_strategies(alpa_process(), hard_problem(), time_limit_s=1.0)
     assert "highs" in error.value.hint
     assert engine("alpa").solve_strategies(random_problem(0)) is not None
 

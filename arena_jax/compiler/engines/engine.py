@@ -50,7 +50,10 @@ class Highs:
 
 
 class Alpa:
-    """Alpa's own ILP solve and dynamic program, in its process; always solved to optimality."""
+    """Alpa's own ILP solve and dynamic program, in its process.
+
+    Alpa cannot stop at a gap or early with its best so far: it goes on to the optimum, for ten minutes at most.
+    """
 
     name = "alpa"
 
@@ -62,7 +65,7 @@ class Alpa:
     def solve_strategies(
         self, problem: StrategyProblem, *, time_limit_s: float | None = None, relative_gap: float = 0.0
     ) -> StrategySolution | None:
-        return alpa.solve_strategies(self._worker, problem, time_limit_s=time_limit_s)
+        return alpa.solve_strategies(self._worker, problem)
 
     def best_stages(self, problem: StageProblem) -> StageSolution | None:
         return _named(self.name, alpa.best_stages(self._worker, problem))
