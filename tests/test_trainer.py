@@ -408,7 +408,7 @@ def test_a_hook_that_raises_is_warned_about_once(tmp_path: Path) -> None:
 
 def test_scripted_hook_reads_its_lines() -> None:
     hook = ScriptedHook(["15: cpu:2", "5: cpu:4/s2", "20: stop"])
-    assert hook.prepare() == [GridShape.parse("cpu:4/s2")]
+    assert hook.prepare() == [GridShape.parse("cpu:4/s2"), Allocation.parse("cpu:2")]
     assert hook.poll(4) is None
     request = hook.poll(5)
     assert request is not None

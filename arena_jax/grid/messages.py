@@ -1,5 +1,6 @@
 """What a scheduler and a job say to each other at step boundaries."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -81,5 +82,5 @@ class SchedulerHook(Protocol):
     def report(self, report: StepReport) -> None:
         """Take note of progress."""
 
-    def prepare(self) -> list[GridShape]:
+    def prepare(self) -> Sequence[GridShape | Allocation]:
         """Grids worth compiling ahead, likeliest first. Asked now and then; a plan for one of them swaps in at once."""

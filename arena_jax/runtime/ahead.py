@@ -44,12 +44,14 @@ class Ahead:
 
     Attributes:
         urgent: whether somebody waits for it.
+        idle: whether no step runs meanwhile, so that another process would only be a detour.
         seconds: from the start of the work on it to its end.
         compiled, error: what came of it.
     """
 
     key: Key
     urgent: bool
+    idle: bool = False
     seconds: float = 0.0
     compiled: Compiled | None = None
     error: Exception | None = None
@@ -82,12 +84,16 @@ class AheadCompiler:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def want(self, target: Target, devices: Sequence[int] | None) -> Ahead:
-        """Begin with this one at once; it replaces the one wanted before."""
+    def want(self, target: Target, devices: Sequence[int] | None, *, idle: bool = False) -> Ahead:
+        """Begin with this one at once; it replaces the one wanted before.
+
+        Args:
+            idle: no step runs until it is done.
+        """
         key = _key(target, devices)
         with self._lock:
             self._cancel_wanted()
-            work = Ahead(key, urgent=True)
+            work = Ahead(key, urgent=True, idle=idle)
             if key in self._kept:
                 self._kept[key] = work.compiled = self._kept.pop(key)
                 work.done.set()
@@ -96,7 +102,7 @@ class AheadCompiler:
                 self._current.cancelled = True
             elif self._current is not None:
                 # Already under way: urgent from now on, which ends the low priority of its other process.
-                self._current.urgent, self._current.cancelled = True, False
+                self._current.urgent, self._current.idle, self._current.cancelled = True, idle, False
                 self._wanted = self._current
                 return self._current
             self._wanted = work
@@ -218,9 +224,9 @@ class AheadCompiler:
             began_urgent: bool | None = None
 
             def is_stale() -> bool:
-                return work.cancelled or work.urgent != began_urgent
+                return work.cancelled or work.idle or work.urgent != began_urgent
 
-            while is_stale() and not work.cancelled:  # again, if it has become urgent meanwhile
+            while is_stale() and not work.cancelled and not work.idle:  # again, if it has become urgent meanwhile
                 began_urgent = work.urgent
                 self._warm(
                     target,

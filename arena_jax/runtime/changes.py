@@ -90,7 +90,7 @@ class PlanChanges:
             self._refuse(request, "this run cannot change its plan")
             return False
         self._request = request
-        self._work = self._ahead.want(target, request.devices)
+        self._work = self._ahead.want(target, request.devices, idle=request.wait)
         self._prepared = self._work.compiled is not None
         if request.deadline_s is not None and _freed(running, devices, request):
             self._free_by_s = time.monotonic() + request.deadline_s

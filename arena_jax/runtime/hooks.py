@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from arena_jax.errors import UsageError
-from arena_jax.grid import GridShape, Pause, Request, StepReport, Stop, Target, parse_target
+from arena_jax.grid import Allocation, GridShape, Pause, Request, StepReport, Stop, Target, parse_target
 
 
 class ScriptedHook:
@@ -37,9 +37,10 @@ class ScriptedHook:
         """Keep the latest report."""
         self.reports = [report]
 
-    def prepare(self) -> list[GridShape]:
-        """The grids still to come."""
-        return [request.target for _, request in self._script if isinstance(request.target, GridShape)]
+    def prepare(self) -> list[GridShape | Allocation]:
+        """The grids and allocations still to come."""
+        targets = [request.target for _, request in self._script]
+        return [target for target in targets if isinstance(target, GridShape | Allocation)]
 
 
 class FileHook:

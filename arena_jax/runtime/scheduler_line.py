@@ -75,7 +75,7 @@ class SchedulerLine:
             return None
         return self._as_request(call.result)
 
-    def proposals(self) -> list[GridShape] | None:
+    def proposals(self) -> list[GridShape | Allocation] | None:
         """What the hook thinks worth compiling ahead, when it has answered; asks again at the next call."""
         if self._hook is None:
             return None
@@ -89,7 +89,7 @@ class SchedulerLine:
         if call.error is not None:
             self._warn(call)
             return None
-        return [grid for grid in call.result or () if isinstance(grid, GridShape)]
+        return [grid for grid in call.result or () if isinstance(grid, GridShape | Allocation)]
 
     def refuse(self, message: str) -> None:
         """Tell the scheduler with the next report that a request could not be met."""
