@@ -6,6 +6,7 @@ from functools import cached_property
 
 from arena_jax.compiler.cost import Hardware
 from arena_jax.compiler.coupling import couples_samples
+from arena_jax.compiler.engines import Engine, engine
 from arena_jax.compiler.graph import Graph, build_graph
 from arena_jax.compiler.layers import Layers, find_layers
 from arena_jax.compiler.prices import prices_of
@@ -29,7 +30,7 @@ class Constraints:
         zero: 0 to 3, or ``"search"``.
         remat: ``"search"``, ``"on"`` or ``"off"``.
         space: ``"full"``, or ``"alpa"`` (no ZeRO).
-        engine: ``"highs"``, the only engine of this release.
+        engine: ``"highs"``, ``"alpa"``, or ``"both"`` compared.
     """
 
     stages: int | None = None
@@ -65,20 +66,24 @@ class Analysis:
     def ratios(self) -> StateRatios:
         return state_ratios(self.problem)
 
-    def meshes(self, hardware: Hardware, submesh: Submesh, dp: int, tp: int) -> tuple[MeshCost, ...]:
+    def meshes(
+        self, hardware: Hardware, submesh: Submesh, dp: int, tp: int, solver: Engine | None = None
+    ) -> tuple[MeshCost, ...]:
         """Costs of all runs of layers on a submesh arranged as ``dp x tp``, found once.
 
         Under the fastest sharding, and where the model might not fit under that, under a lean one too.
         """
+        solver = solver or engine("highs")
         on_cpu = hardware.device.platform == "cpu"  # whose devices share what the machine has
-        key = hardware.device.name, hardware.allocation.num_devices if on_cpu else None, submesh, dp, tp
+        devices = hardware.allocation.num_devices if on_cpu else None
+        key = hardware.device.name, hardware.generation, devices, submesh, dp, tp, solver.name
         if key not in self._meshes:
             ratios = self.ratios
             prices = prices_of(hardware, submesh, dp, tp, update_ratio=ratios.update, parameter_memory=ratios.held)
-            shardings = [self.shardings.find(dp, tp, prices)]
+            shardings = [self.shardings.find(dp, tp, prices, solver)]
             # A stage holds a part of the model, so much of it that memory may bind.
             if shardings[0].solution.memory_bytes > hardware.usable_bytes / _MOST_STAGES:
-                lean = self.shardings.find_lean(dp, tp, prices)
+                lean = self.shardings.find_lean(dp, tp, prices, solver)
                 shardings += [lean] if lean is not None else []
             self._meshes[key] = tuple(
                 mesh_cost(layer_work(self.graph, self.layers, found), hardware, submesh, ratios, self.layers)

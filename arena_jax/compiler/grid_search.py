@@ -29,7 +29,7 @@ def plan_grid(
     search = _GridSearch(analysis, grid, hardware, constraints, num_microbatches)
     if not search.meshes_exist:
         return _row(grid, num_microbatches, search.why_no_mesh())
-    solver = engine(constraints.engine)
+    solver = search.solver
     # Where stages share cores none of them waits, and the slowest is nothing special.
     rounds = 1 if hardware.shares_cores else num_microbatches
     found = best_stages(grid, layers.num_layers, rounds, search.costs, search.boundary_s(), solver=solver)
@@ -70,6 +70,7 @@ class _GridSearch:
         self._hardware = hardware
         self._constraints = constraints
         self._m = num_microbatches
+        self.solver = engine(constraints.engine)
         self.options: dict[Submesh, list[tuple[MeshCost, Option]]] = {}
         self._needs: dict[tuple[int, Submesh], np.ndarray] = {}
 
@@ -132,7 +133,7 @@ class _GridSearch:
             self.options[submesh] = [
                 (mesh, option)
                 for dp, tp in self._meshes(submesh)
-                for mesh in self._analysis.meshes(self._hardware, submesh, dp, tp)
+                for mesh in self._analysis.meshes(self._hardware, submesh, dp, tp, self.solver)
                 for option in self._constraints.options()
                 if option.zero == 0 or dp > 1
             ]

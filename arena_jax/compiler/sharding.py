@@ -12,8 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from arena_jax.compiler import work as w
-from arena_jax.compiler.engines.highs import solve_strategies
-from arena_jax.compiler.engines.problem import StrategyProblem, StrategySolution
+from arena_jax.compiler.engines import Engine, StrategyProblem, StrategySolution, engine
 from arena_jax.compiler.flat import Flat, flatten
 from arena_jax.compiler.flops import HEAVY
 from arena_jax.compiler.flow import Flow, flow_of
@@ -66,8 +65,8 @@ class ShardingSearch:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._spaces: dict[tuple[int, int], TiedSpace] = {}
-        self._found: dict[tuple[int, int, Prices], Sharding] = {}
-        self._lean: dict[tuple[int, int, Prices], Sharding | None] = {}
+        self._found: dict[tuple[int, int, Prices, str], Sharding] = {}
+        self._lean: dict[tuple[int, int, Prices, str], Sharding | None] = {}
 
     @cached_property
     def _flat(self) -> Flat:
@@ -87,33 +86,36 @@ class ShardingSearch:
             self._spaces[dp, tp] = TiedSpace(found, len(self._graph.nodes), rows=self._flow.rows)
         return self._spaces[dp, tp]
 
-    def find(self, dp: int, tp: int, prices: Prices | None = None) -> Sharding:
-        """The best sharding for ``dp x tp`` at these prices; by default at nominal ones."""
-        prices = prices or nominal_prices()
-        key = dp, tp, prices
+    def find(self, dp: int, tp: int, prices: Prices | None = None, solver: Engine | None = None) -> Sharding:
+        """The best sharding for ``dp x tp`` at these prices; by default at nominal ones, by our engine."""
+        prices, solver = prices or nominal_prices(), solver or engine("highs")
+        key = dp, tp, prices, solver.name
         if key not in self._found:
             space = self.space(dp, tp)
-            solution = solve_strategies(space.problem(prices), time_limit_s=TIME_LIMIT_S, relative_gap=RELATIVE_GAP)
+            solution = solver.solve_strategies(
+                space.problem(prices), time_limit_s=TIME_LIMIT_S, relative_gap=RELATIVE_GAP
+            )
             if solution is None:
                 raise ArenaError(f"the sharding program of a {dp} x {tp} mesh was not solved in {TIME_LIMIT_S:g} s")
             self._found[key] = space.sharding(solution)
         return self._found[key]
 
-    def find_lean(self, dp: int, tp: int, prices: Prices) -> Sharding | None:
+    def find_lean(self, dp: int, tp: int, prices: Prices, solver: Engine) -> Sharding | None:
         """The best sharding that takes clearly less memory than :meth:`find`'s, if there is one."""
-        key = dp, tp, prices
+        key = dp, tp, prices, solver.name
         if key not in self._lean:
-            self._lean[key] = self._find_lean(dp, tp, prices)
+            self._lean[key] = self._find_lean(dp, tp, prices, solver)
         return self._lean[key]
 
-    def _find_lean(self, dp: int, tp: int, prices: Prices) -> Sharding | None:
+    def _find_lean(self, dp: int, tp: int, prices: Prices, solver: Engine) -> Sharding | None:
         space = self.space(dp, tp)
-        free_bytes = self.find(dp, tp, prices).solution.memory_bytes
+        free_bytes = self.find(dp, tp, prices, solver).solution.memory_bytes
         least_bytes = sum(float(memory.min()) for memory in space.problem(prices).memory)
         if least_bytes > _WORTH_SAVING * free_bytes:
             return None
         cap = least_bytes + _LEAN * (free_bytes - least_bytes)
-        solution = solve_strategies(space.problem(prices, cap), time_limit_s=LEAN_LIMIT_S, relative_gap=RELATIVE_GAP)
+        problem = space.problem(prices, cap)
+        solution = solver.solve_strategies(problem, time_limit_s=LEAN_LIMIT_S, relative_gap=RELATIVE_GAP)
         return None if solution is None else space.sharding(solution)
 
 
