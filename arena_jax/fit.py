@@ -68,7 +68,7 @@ def fit(
     num_microbatches: int | None = None,
     trainable: Any = None,
     precision: Precision | None = None,
-    axis_rules: Mapping[str, str] | None = None,
+    axis_rules: Mapping[str, str | None] | None = None,
     eval_data: Iterable[Any] | None = None,
     eval_every: int | None = None,
     init_from: str | Path | None = None,
@@ -100,7 +100,9 @@ def fit(
         num_microbatches: pinned number of microbatches; ``None`` is automatic.
         trainable: filter as in ``nnx.Optimizer``'s ``wrt``; the rest has no gradient.
         precision: dtypes of the run.
-        axis_rules: the model's axis names to ``dp`` or ``tp``.
+        axis_rules: axis names of the model's sharding annotations and constraints, which are kept -> ``"dp"``
+            or ``"tp"``, or ``None`` for one that shards nothing; by default data, batch and fsdp are dp,
+            model, tensor and mp are tp.
         eval_data: batches that can be iterated again and again; the last may be ragged.
         eval_every: steps between evaluations; there is one at the end, too.
         init_from: a run directory or checkpoint whose model (without optimizer) to start from.
@@ -118,7 +120,7 @@ def fit(
     """
     _check(steps=steps, eval_every=eval_every, nonfinite=nonfinite, resume=resume, eval_data=eval_data)
     feed = Feed(as_loader(data))
-    problem = _problem(
+    problem = make_problem(
         model,
         optimizer,
         loss_fn,
@@ -188,7 +190,7 @@ def plan(
     num_microbatches: int | None = None,
     trainable: Any = None,
     precision: Precision | None = None,
-    axis_rules: Mapping[str, str] | None = None,
+    axis_rules: Mapping[str, str | None] | None = None,
     constraints: Constraints | None = None,
     seed: int = 0,
 ) -> PlanIndex:
@@ -200,7 +202,7 @@ def plan(
         constraints: pins and search switches (``arena_jax.compiler.Constraints``).
         model, optimizer, loss_fn, num_microbatches, trainable, precision, axis_rules, seed: see :func:`fit`.
     """
-    problem = _problem(
+    problem = make_problem(
         model, optimizer, loss_fn, batch, precision=precision, trainable=trainable, axis_rules=axis_rules, seed=seed
     )
     allocations = [Allocation.parse(a) if isinstance(a, str) else a for a in on]
@@ -218,7 +220,7 @@ def compile(
     num_microbatches: int | None = None,
     trainable: Any = None,
     precision: Precision | None = None,
-    axis_rules: Mapping[str, str] | None = None,
+    axis_rules: Mapping[str, str | None] | None = None,
     nonfinite: Literal["stop", "skip"] = "stop",
     seed: int = 0,
 ) -> Program:
@@ -227,7 +229,7 @@ def compile(
     The program has ``init``, ``step``, ``eval_step`` and ``reshard_from``. The arguments are those of
     :func:`fit`; ``plan=None`` searches one for ``grid``.
     """
-    problem = _problem(
+    problem = make_problem(
         model, optimizer, loss_fn, batch, precision=precision, trainable=trainable, axis_rules=axis_rules, seed=seed
     )
     planner, target, pinned = _where(
@@ -247,17 +249,6 @@ def model_leaves(problem: Problem) -> dict[str, LeafType]:
         for leaf in problem.leaves
         if leaf.kind in ("params", "frozen")
     }
-
-
-def _problem(
-    model: Any, optimizer: Any, loss_fn: Any, batch: Any, *, axis_rules: Mapping[str, str] | None, **options: Any
-) -> Problem:
-    if axis_rules is not None:
-        raise UsageError(
-            "axis_rules: this release does not read a model's own sharding annotations",
-            hint="leave axis_rules out; the planner chooses the sharding",
-        )
-    return make_problem(model, optimizer, loss_fn, batch, **options)
 
 
 def _name(model: Any) -> str:

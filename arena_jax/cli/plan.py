@@ -195,7 +195,13 @@ def _search(job: "Job") -> "tuple[StoredSearch, Constraints]":
     from arena_jax.planner import constraints_of, plan_store
 
     problem = make_problem(
-        job.make_model, job.optimizer, job.loss_fn, job.example_batch, precision=job.precision, seed=job.seed
+        job.make_model,
+        job.optimizer,
+        job.loss_fn,
+        job.example_batch,
+        precision=job.precision,
+        axis_rules=job.recipe.plan.axis_rules,
+        seed=job.seed,
     )
     # The targets say the numbers of stages.
     constraints = replace(constraints_of(job.recipe.plan), stages=None)

@@ -286,7 +286,13 @@ def make_planner(job: "Job") -> "Planner":
     from arena_jax.planner import Planner, constraints_of, plan_store
 
     problem = make_problem(
-        job.make_model, job.optimizer, job.loss_fn, job.example_batch, precision=job.precision, seed=job.seed
+        job.make_model,
+        job.optimizer,
+        job.loss_fn,
+        job.example_batch,
+        precision=job.precision,
+        axis_rules=job.recipe.plan.axis_rules,
+        seed=job.seed,
     )
     recipe = job.recipe
     return Planner(

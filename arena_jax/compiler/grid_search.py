@@ -10,6 +10,7 @@ from arena_jax.compiler.cost import Hardware, transfer_s
 from arena_jax.compiler.engines import engine
 from arena_jax.compiler.flops import jaxpr_flops
 from arena_jax.compiler.inter import Costs, StageChoice, best_stages, least_memory
+from arena_jax.compiler.problem import PARAMS
 from arena_jax.compiler.stage_cost import MeshCost, Option
 from arena_jax.compiler.stage_facts import stage_facts
 from arena_jax.compiler.stage_plan import make_plan
@@ -78,14 +79,24 @@ class _GridSearch:
     def _rows(self) -> int:
         return self._analysis.problem.global_batch // self._m
 
-    def _meshes(self, submesh: Submesh) -> list[tuple[int, int]]:
+    def _meshes(self, submesh: Submesh, *, annotated: bool = True) -> list[tuple[int, int]]:
         pins = self._constraints
         return [
             (dp, tp)
             for dp, tp in logical_meshes(submesh.num_devices)
             if self._rows % dp == 0 and pins.dp in (None, dp) and pins.tp in (None, tp)
             if dp > 1 or any(option.zero == 0 for option in pins.options())
+            if not annotated or not self._against_annotations(dp, tp)
         ]
+
+    def _against_annotations(self, dp: int, tp: int) -> str:
+        """Why the user's annotations exclude a mesh under these pins; empty where they do not."""
+        trace = self._analysis.trace
+        if all(option.zero == 3 for option in self._constraints.options()):
+            for number, required in trace.annotations.leaves.items():
+                if trace.leaves[number].kind == PARAMS and required.is_whole_over_dp:
+                    return f"pinned zero 3 shards every parameter over dp, and {required.what} keeps it whole there"
+        return trace.annotations.fault(dp, tp)
 
     @property
     def meshes_exist(self) -> bool:
@@ -93,6 +104,9 @@ class _GridSearch:
 
     def why_no_mesh(self) -> str:
         pins = self._constraints
+        against = self._why_annotations()
+        if against:
+            return against
         if all(option.zero for option in pins.options()):
             unpinned = _GridSearch(self._analysis, self._grid, self._hardware, replace(pins, zero=0), self._m)
             if unpinned.meshes_exist:
@@ -106,6 +120,21 @@ class _GridSearch:
                 here = " or ".join(map(str, sorted(sizes)))
                 return f"pinned {pinned} make {pins.dp * pins.tp} devices a stage, a stage here has {here}"
         return f"pinned {pinned} forms no submesh here with {self._rows} rows a microbatch"
+
+    def _why_annotations(self) -> str:
+        """What the user's annotations say against every mesh of the tiling whose meshes they exclude."""
+        faults: dict[str, None] = {}
+        for submesh in dict.fromkeys(submesh for tiling in tilings(self._grid) for submesh in tiling):
+            allowed = self._meshes(submesh, annotated=False)
+            if self._meshes(submesh) or not allowed:
+                continue
+            faults.update(dict.fromkeys(self._against_annotations(dp, tp) for dp, tp in allowed))
+        if not faults:
+            return ""
+        pins = self._constraints
+        sizes = (("dp", pins.dp), ("tp", pins.tp))
+        pinned = " and ".join(f"{name} {size}" for name, size in sizes if size is not None)
+        return f"{f'pinned {pinned}: ' if pinned else ''}{next(iter(faults))}"
 
     def costs(self, stages_left: int, submesh: Submesh) -> Costs:
         """Best option per run of layers; a stage that is k from the end keeps k microbatches in flight."""

@@ -48,6 +48,7 @@ def job_key(
             "optimizer": [str(x.dtype) + str(x.shape) for x in jax.tree.leaves(problem.optimizer_struct)],
             "precision": asdict(problem.precision),
             "constraints": pins,
+            "annotations": trace.annotations.key(),
             "num_microbatches": num_microbatches,
             "together": sorted(map(str, grids)) if coupled and num_microbatches is None else [],
             "devices": {t: _facts(hardware_of(Allocation(t, 1, 1), catalogue)) for t in sorted(types)},

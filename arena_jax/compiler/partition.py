@@ -18,7 +18,7 @@ Assignment = tuple[tuple[int, int], ...]
 # Results that the backward pass needs; the rest is recomputed by fusions or not read again.
 _SAVED = HEAVY | {"exp", "tanh", "logistic", "mul", "div", "rsqrt", "integer_pow", "max", "select_n", "erf"}
 # Computed inside whatever reads them, or no work at all.
-_FREE = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dims", "stop_gradient", CARRY})
+_FREE = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dims", "stop_gradient", "name", CARRY})
 _FREE_STACKS = frozenset({UNSTACK, RESTACK})
 # Whose arithmetic is hidden behind the bytes it streams.
 _STREAMING = ELEMENTWISE | CUMULATIVE | frozenset(REDUCTIONS)

@@ -13,8 +13,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen, nnx
+from flax.core.spmd import get_logical_axis_rules
 
 from arena_jax.compiler._compat import is_key, mesh_in_use
+from arena_jax.compiler.annotations import AxisRules, Required, annotation_of
+from arena_jax.compiler.meshless import names_a_mesh, run_without_mesh
 from arena_jax.compiler.model_tree import ParameterTree, is_array_tree, loss_of_tree
 from arena_jax.errors import ModelError, UsageError
 from arena_jax.grid import Precision
@@ -78,6 +81,9 @@ class Problem:
         seed: seed of the model's ``nnx.Rngs``.
         mesh: what the caller had set as jax's mesh, ``None`` for none: the loss is traced under it, and
             nothing else runs under it.
+        logical_rules: flax's logical axis rules that were in force, for the same.
+        annotations: name of a parameter -> how its annotation says that it lies.
+        axis_rules: what the axis names in the traced loss stand for.
     """
 
     leaves: tuple[Leaf, ...]
@@ -94,6 +100,9 @@ class Problem:
     make_values: Callable[[nnx.Rngs], list[Any]] = field(repr=False)
     concrete: bool = False
     mesh: Any = field(default=None, repr=False)
+    logical_rules: Any = field(default=(), repr=False)
+    annotations: Mapping[str, Required] = field(default_factory=dict)
+    axis_rules: AxisRules = field(default_factory=AxisRules)
 
     def of_kind(self, kind: str) -> tuple[Leaf, ...]:
         return tuple(leaf for leaf in self.leaves if leaf.kind == kind)
@@ -142,6 +151,7 @@ def make_problem(
     *,
     precision: Precision | None = None,
     trainable: Any = None,
+    axis_rules: Mapping[str, str | None] | None = None,
     seed: int = 0,
 ) -> Problem:
     """Describe a training problem without materialising anything new.
@@ -155,12 +165,15 @@ def make_problem(
             scalars are broadcast.
         precision: dtype policy, ``None`` for the model's own dtypes.
         trainable: an nnx filter as in ``nnx.Optimizer``'s ``wrt``; the rest gets no gradient.
+        axis_rules: axis names of the model's annotations and constraints -> ``"dp"``, ``"tp"``, or ``None``
+            for one that shards nothing; beside the defaults (data, batch, fsdp; model, tensor, mp).
         seed: seed for ``nnx.Rngs``.
 
     Raises:
         ModelError, UsageError: what was received and what would work.
     """
     precision = precision or Precision()
+    rules = AxisRules(axis_rules)
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
     if not isinstance(optimizer, optax.GradientTransformation):
@@ -174,12 +187,15 @@ def make_problem(
     filters = _filters(trainable)
     graphdef, *states = nnx.split(abstract, *filters)
     leaves: list[Leaf] = []
+    annotations: dict[str, Required] = {}
     treedefs = {}
     for kind, state in zip(KINDS, states, strict=True):
         paths, treedefs[kind] = jax.tree_util.tree_flatten_with_path(state)
         for path, value in paths:
             dtype = _parameter_dtype(value, precision) if kind != STATE else value.dtype
             leaves.append(Leaf(name=path_name(path), kind=kind, shape=tuple(value.shape), dtype=dtype))
+        if kind != STATE:
+            annotations |= _annotations(state, rules)
     if not any(leaf.kind == PARAMS for leaf in leaves):
         raise ModelError(
             "the model has no trainable parameter",
@@ -197,6 +213,8 @@ def make_problem(
             for v, leaf in zip(values, problem_leaves, strict=True)
         ]
 
+    mesh = mesh_in_use()
+    concrete = isinstance(model, nnx.Module) or is_array_tree(model)
     return Problem(
         leaves=problem_leaves,
         batch=batch_leaves,
@@ -209,9 +227,12 @@ def make_problem(
         eval_graphdef=_eval_graphdef(graphdef, states, filters),
         treedefs=treedefs,
         batch_treedef=batch_treedef,
-        make_values=make_values,
-        concrete=isinstance(model, nnx.Module) or is_array_tree(model),
-        mesh=mesh_in_use(),
+        make_values=make_values if mesh is None or concrete else _off_mesh(make_values, seed),
+        concrete=concrete,
+        mesh=mesh,
+        logical_rules=get_logical_axis_rules(),
+        annotations=annotations,
+        axis_rules=rules,
     )
 
 
@@ -243,7 +264,9 @@ def _abstract_model(model: Any, seed: int) -> tuple[Callable[[nnx.Rngs], nnx.Mod
         )
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
-        made = model(rngs)
+        # Annotations are read, not followed: flax would put a value on the mesh that is set, and wants one to be.
+        with nnx.use_eager_sharding(False):
+            made = model(rngs)
         if is_array_tree(made):
             return ParameterTree(made)
         if not isinstance(made, nnx.Module):
@@ -253,7 +276,42 @@ def _abstract_model(model: Any, seed: int) -> tuple[Callable[[nnx.Rngs], nnx.Mod
             )
         return made
 
-    return make, nnx.eval_shape(lambda: make(nnx.Rngs(seed)))
+    # Not nnx.eval_shape, which wants every annotation to name axes of the mesh that is set.
+    graphdefs: list[Any] = []
+
+    def split() -> Any:
+        graphdef, state = nnx.split(make(nnx.Rngs(seed)))
+        graphdefs.append(graphdef)
+        return state
+
+    state = jax.eval_shape(split)
+    return make, nnx.merge(graphdefs[-1], state)
+
+
+def _off_mesh(make_values: Callable[[nnx.Rngs], list[Any]], seed: int) -> Callable[[nnx.Rngs], list[Any]]:
+    """The same function as it is on the mesh that is set now, to be called under none."""
+    graphdef, state = nnx.split(nnx.Rngs(seed))
+    closed = jax.make_jaxpr(lambda s: make_values(nnx.merge(graphdef, s)))(state)
+    if not names_a_mesh(closed.jaxpr):
+        return make_values
+
+    def make(rngs: nnx.Rngs) -> list[Any]:
+        given = nnx.split(rngs)[1]
+        if jax.tree.structure(given) != jax.tree.structure(state):
+            return make_values(rngs)
+        return run_without_mesh(closed.jaxpr, closed.consts, jax.tree.leaves(given))
+
+    return make
+
+
+def _annotations(state: Any, rules: AxisRules) -> dict[str, Required]:
+    found = {}
+    for path, variable in jax.tree_util.tree_flatten_with_path(state, lambda x: isinstance(x, nnx.Variable))[0]:
+        name = path_name(path)
+        required = annotation_of(variable, name, getattr(variable, "shape", ()), rules)
+        if required is not None:
+            found[name] = required
+    return found
 
 
 def _filters(trainable: Any) -> tuple[Any, Any, Any]:

@@ -82,7 +82,7 @@ class ShardingSearch:
         if (dp, tp) not in self._spaces:
             trace = self._graph.trace
             mesh = MeshShape(dp, tp)
-            found = strategies_of(self._flat, self._flow, trace.leaves, trace.batch_has_rows, mesh)
+            found = strategies_of(self._flat, self._flow, trace.leaves, trace.batch_has_rows, mesh, trace.annotations)
             self._spaces[dp, tp] = TiedSpace(found, len(self._graph.nodes), rows=self._flow.rows)
         return self._spaces[dp, tp]
 

@@ -37,6 +37,7 @@ class LayerWork:
     Attributes:
         works: ``[layer, SIZE]`` work of each layer, for all rows of the global batch.
         parameter_bytes: bytes of trainable parameters one device holds, those that dp shards apart.
+        kept_bytes: those of ``parameter_bytes`` that are annotated whole over dp, which ZeRO-3 leaves so.
         spread_bytes: bytes of trainable parameters that are sharded over dp by themselves (experts).
         frozen_bytes: bytes of frozen parameters one device holds.
         products: the unlike matrix products of all layers.
@@ -46,6 +47,7 @@ class LayerWork:
     sharding: Sharding
     works: Floats
     parameter_bytes: Floats
+    kept_bytes: Floats
     spread_bytes: Floats
     frozen_bytes: Floats
     products: tuple[Product, ...] = ()
@@ -74,7 +76,8 @@ def layer_work(graph: Graph, layers: Layers, sharding: Sharding) -> LayerWork:
                 first_layer.setdefault(leaf_number, dict(shares[index]))
         elif used:
             leaves_of.update(dict.fromkeys(node.eqn.outvars, used))
-    held = np.zeros((3, layers.num_layers))
+    held = np.zeros((4, layers.num_layers))
+    annotated = graph.trace.annotations.leaves
     for leaf_number, leaf in enumerate(graph.trace.leaves):
         if leaf.kind == STATE:
             continue
@@ -83,10 +86,13 @@ def layer_work(graph: Graph, layers: Layers, sharding: Sharding) -> LayerWork:
         row = 2 if leaf.kind != PARAMS else int(DP in used_axes)
         for layer, share in first_layer.get(leaf_number, {0: 1.0}).items():
             held[row, layer] += leaf.num_bytes / split * share
+            if row == 0 and leaf_number in annotated and annotated[leaf_number].is_whole_over_dp:
+                held[3, layer] += leaf.num_bytes / split * share
     return LayerWork(
         sharding=sharding,
         works=works,
         parameter_bytes=held[0],
+        kept_bytes=held[3],
         spread_bytes=held[1],
         frozen_bytes=held[2],
         products=tuple(times),
@@ -253,12 +259,14 @@ class MeshCost:
         compute = passes * once_forward + once_backward
         communication = passes * (forward[0] / m + forward[1]) + backward[0] / m + backward[1] + self._gradients_s
         dp = self._links[DP]
-        held = self.work.parameter_bytes
+        held, kept = self.work.parameter_bytes, self.work.kept_bytes
         if option.zero == 3:
-            communication = communication + 2 * np.asarray(dp.all_gather_s(held))
+            communication = communication + 2 * np.asarray(dp.all_gather_s(held - kept))
         sync = np.zeros_like(held)
         if option.zero in (1, 2):  # updated shards are gathered again
             sync = sync + np.asarray(dp.all_gather_s(held))
+        elif option.zero == 3:
+            sync = sync + np.where(kept, np.asarray(dp.all_gather_s(kept)), 0.0)
         share = self.dp if option.zero else 1
         updated = (held / share + self.work.spread_bytes) * (2 + 2 * self.optimizer_ratio + self.accumulator_ratio)
         update = self.hardware.memory_s(updated)
@@ -266,8 +274,8 @@ class MeshCost:
 
     def _memory(self, num_microbatches: int, in_flight: int, option: Option) -> Floats:
         dp = self.dp
-        held = self.work.parameter_bytes
-        parameters = held / (dp if option.zero == 3 else 1)
+        held, kept = self.work.parameter_bytes, self.work.kept_bytes
+        parameters = kept + (held - kept) / dp if option.zero == 3 else held
         gradients = held * self.accumulator_ratio / (dp if option.zero >= 2 else 1)
         optimizer = held * self.optimizer_ratio / (dp if option.zero >= 1 else 1)
         # The gradients of one microbatch exist beside their sums.

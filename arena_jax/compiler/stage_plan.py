@@ -46,19 +46,23 @@ def stage_plan(
     """A stage of a plan: the specs of the values and parameters its layers use."""
     trace = analysis.trace
     first, last = _node_range(analysis.layers, layers, len(analysis.graph.nodes))
+    used, again = _used(analysis, first, last)
     activations = {}
     if sharding.dp * sharding.tp > 1:
         for key, axes in sharding.specs.items():
-            if first <= _node_of(key) <= last:
+            if first <= _node_of(key) <= last or key.partition("<")[0].partition(":")[0] in again:
                 activations[key] = _spec(axes)
     parameters: dict[str, Spec] = {}
     for leaf_number, axes in sharding.parameters.items():
         parameters[trace.leaves[leaf_number].name] = _spec(axes)
     if option.zero == 3:
-        for leaf in trace.leaves:
+        for number, leaf in enumerate(trace.leaves):
             if leaf.kind == PARAMS:
-                parameters[leaf.name] = zero_spec(parameters.get(leaf.name, ()), leaf.shape, sharding.dp)
-    used = _used_leaves(analysis, first, last)
+                required = trace.annotations.leaves.get(number)
+                # What an annotation says of a dim stands.
+                dims = (None,) * len(leaf.shape) if required is None else required.dims
+                shape = [size if axes is None else 1 for size, axes in zip(leaf.shape, dims, strict=True)]
+                parameters[leaf.name] = zero_spec(parameters.get(leaf.name, ()), shape, sharding.dp)
     return StagePlan(
         layers=layers,
         submesh=submesh,
@@ -80,11 +84,13 @@ def _node_range(layers: Layers, run: tuple[int, int], num_nodes: int) -> tuple[i
     return max(first - 1, 0), end.node if end.iteration else end.node - 1
 
 
-def _used_leaves(analysis: Analysis, first: int, last: int) -> set[str]:
+def _used(analysis: Analysis, first: int, last: int) -> tuple[set[str], set[str]]:
+    """Names of the leaves that a run of nodes uses, and keys of the earlier nodes it computes again."""
     graph = analysis.graph
     producers = {v: node for node in graph.nodes for v in node.eqn.outvars}
     pending: list[Any] = [a for node in graph.nodes[first : last + 1] for a in node.eqn.invars]
     found: set[str] = set()
+    again: set[str] = set()
     seen: set[int] = set()
     while pending:
         atom = pending.pop()
@@ -94,8 +100,9 @@ def _used_leaves(analysis: Analysis, first: int, last: int) -> set[str]:
         if atom in graph.units:
             found.add(analysis.trace.leaves[graph.units[atom].leaf].name)
         elif atom in producers and not producers[atom].placed:
+            again.add(producers[atom].key)
             pending.extend(producers[atom].eqn.invars)
-    return found
+    return found, again
 
 
 def _node_of(key: str) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from arena_jax.compiler import work as w
+from arena_jax.compiler.annotations import Annotations
 from arena_jax.compiler.dims import ELEMENTWISE, Rule
 from arena_jax.compiler.flat import CARRY, Flat, Op, Value
 from arena_jax.compiler.flops import HEAVY, eqn_flops
@@ -113,15 +114,26 @@ class Strategies:
 
 
 def strategies_of(
-    flat: Flat, flow: Flow, leaves: Sequence[Leaf], batch_has_rows: Sequence[bool], mesh: MeshShape
+    flat: Flat,
+    flow: Flow,
+    leaves: Sequence[Leaf],
+    batch_has_rows: Sequence[bool],
+    mesh: MeshShape,
+    annotations: Annotations | None = None,
 ) -> Strategies:
-    """Build the space of one program on one mesh."""
-    return _Builder(flat, flow, leaves, batch_has_rows, mesh).build()
+    """Build the space of one program on one mesh, which must be able to hold what annotations require."""
+    return _Builder(flat, flow, leaves, batch_has_rows, mesh, annotations or Annotations()).build()
 
 
 class _Builder:
     def __init__(
-        self, flat: Flat, flow: Flow, leaves: Sequence[Leaf], batch_has_rows: Sequence[bool], mesh: MeshShape
+        self,
+        flat: Flat,
+        flow: Flow,
+        leaves: Sequence[Leaf],
+        batch_has_rows: Sequence[bool],
+        mesh: MeshShape,
+        annotations: Annotations,
     ) -> None:
         self._flat = flat
         self._flow = flow
@@ -130,6 +142,7 @@ class _Builder:
         self._led: list[Led | None] = [None] * flat.num_values
         self._leaves = leaves
         self._batch_has_rows = batch_has_rows
+        self._annotations = annotations
         largest = max((v.num_bytes for op in flat.ops for v in op.results), default=0)
         self._join_bytes = largest * _JOIN_SHARE
         products = (op for op in flat.ops if op.name in HEAVY)
@@ -182,7 +195,10 @@ class _Builder:
         return len(self._out.nodes) - 1
 
     def _leaf_layouts(self, number: int, value: Value) -> Iterable[Layout]:
-        """Whole, or any one dim over each axis; dims that a scan slices stay whole."""
+        """As annotated; else whole, or any one dim over each axis, but dims that a scan slices stay whole."""
+        if number in self._annotations.leaves:
+            yield from self._annotations.leaves[number].layouts(self._mesh)
+            return
         stacked = number in self._flow.stacked
         choices: list[tuple[int | None, ...]] = []
         for axis in (DP, TP):
@@ -209,7 +225,7 @@ class _Builder:
             self._follow(op, led, grads, params)
 
     def _decides(self, op: Op, led: tuple[Led | None, ...], params: tuple[bool, ...]) -> bool:
-        if op.rule is None:
+        if op.rule is None or self._annotations.of(op.eqn) is not None:
             return True
         if op.name == CARRY:
             return op.results[0].num_bytes >= self._join_bytes
@@ -347,6 +363,9 @@ class _Builder:
     def _assignments(self, op: Op, params: tuple[bool, ...]) -> tuple[Assignment, ...]:
         if op.rule is None:
             return ((),)
+        required = self._annotations.of(op.eqn)
+        if required is not None:
+            return tuple(follow(op.rule, 0, layout, self._mesh) for layout in required.layouts(self._mesh))
         rows, others = self._candidates(op, op.rule, params)
         over_dp: list[int | None] = [f for f in rows if self._mesh.fits(op.rule.sizes[f], DP)]
         if DP not in self._mesh.axes or not over_dp:

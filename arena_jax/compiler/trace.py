@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+import flax.core.spmd
 import flax.errors
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from arena_jax.compiler import _compat
+from arena_jax.compiler.annotations import Annotations, required_in
 from arena_jax.compiler.dims import unknown_primitives
 from arena_jax.compiler.effects import check_effects
 from arena_jax.compiler.meshless import names_a_mesh, run_without_mesh
@@ -54,6 +56,7 @@ class Trace:
     Attributes:
         rows: leading dim of the batch it was traced with.
         weighted: whether the loss carries a weight of its own (else the weight is the constant 1).
+        annotations: how the user says that values lie.
     """
 
     jaxpr: Any = field(repr=False)
@@ -64,6 +67,7 @@ class Trace:
     metrics: tuple[Metric, ...]
     weighted: bool
     rows: int
+    annotations: Annotations = field(default_factory=Annotations, repr=False)
 
     @cached_property
     def input_names(self) -> Mapping[Any, str]:
@@ -149,7 +153,7 @@ def _trace(problem: Problem, graphdef: Any, rows: int) -> Trace:
     leaf_structs = [leaf.struct for leaf in problem.leaves]
     batch_structs = [leaf.struct(rows) for leaf in problem.batch]
     try:
-        with _compat.under_mesh(problem.mesh):
+        with _compat.under_mesh(problem.mesh), flax.core.spmd.logical_axis_rules(problem.logical_rules):
             closed = jax.make_jaxpr(flat_loss)(leaf_structs, batch_structs)
         check_effects(closed.jaxpr)
         consts = list(closed.consts)
@@ -171,6 +175,7 @@ def _trace(problem: Problem, graphdef: Any, rows: int) -> Trace:
         ) from error
     jaxpr, flat_consts = flat.jaxpr, list(flat.consts)
     jaxpr = _constants_as_inputs(jaxpr)
+    annotated = problem.annotations
     return Trace(
         jaxpr=jaxpr,
         consts=tuple(flat_consts),
@@ -180,6 +185,10 @@ def _trace(problem: Problem, graphdef: Any, rows: int) -> Trace:
         metrics=tuple(seen["metrics"]),
         weighted=seen["weighted"],
         rows=rows,
+        annotations=Annotations(
+            leaves={i: annotated[leaf.name] for i, leaf in enumerate(problem.leaves) if leaf.name in annotated},
+            values=required_in(jaxpr, problem.axis_rules),
+        ),
     )
 
 

@@ -121,6 +121,7 @@ class PlanSection(Section):
         space: ``full``, or ``alpa``: Alpa's layer units and no ZeRO.
         num_microbatches: ``None`` is automatic.
         engine: which solver: ``highs``, ``alpa`` (Alpa's own code), or ``both``, compared.
+        axis_rules: axis names of the model's sharding annotations -> dp, tp, or null for one that shards nothing.
     """
 
     grid: str | None = None
@@ -132,6 +133,7 @@ class PlanSection(Section):
     space: Literal["full", "alpa"] = "full"
     num_microbatches: PositiveInt | None = None
     engine: Literal["highs", "alpa", "both"] = "highs"
+    axis_rules: dict[str, Literal["dp", "tp"] | None] = {}
 
 
 class PrecisionSection(Section):
