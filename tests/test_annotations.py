@@ -21,8 +21,9 @@ from arena_jax.compiler.annotations import AxisRules
 from arena_jax.compiler.emit import Emitter
 from arena_jax.compiler.job_key import job_key
 from arena_jax.compiler.layout import DP, TP, MeshShape
-from arena_jax.errors import InfeasibleError, UsageError
+from arena_jax.errors import InfeasibleError, PlanError, RecipeError, UsageError
 from arena_jax.grid import GridShape, Plan
+from arena_jax.recipe import load_recipe
 
 INIT = nnx.initializers.lecun_normal()
 OPTIMIZER = optax.adam(1e-2)
@@ -321,3 +322,19 @@ def test_a_constraint_out_of_reach_is_named() -> None:
         warnings.simplefilter("always")
         planned(lambda rngs: Branches(rngs), "cpu:2/s1")
     assert any("the constraint ('data', None) on a value of shape (8, 8) is not kept" in str(w.message) for w in caught)
+
+
+def test_a_plan_that_stores_parameters_otherwise_is_refused() -> None:
+    plan = planned(factory(up=(None, "model"), down=("model", None)), "cpu:2/s1", dp=1, tp=2).plan
+    with pytest.raises(PlanError) as error:
+        arena_jax.compile(factory(), OPTIMIZER, score, BATCH, plan=plan, axis_rules={"fsdp": "tp", "model": "dp"})
+    assert error.value.message == (
+        "the plan stores down/kernel as ('tp',) in stage 0, against the annotation ('model', 'fsdp') of down/kernel"
+    )
+
+
+def test_a_recipe_maps_axes() -> None:
+    recipe = load_recipe("gpt_tiny", ["plan.axis_rules.embed=tp", "plan.axis_rules.layers=null"])
+    assert recipe.plan.axis_rules == {"embed": "tp", "layers": None}
+    with pytest.raises(RecipeError, match=r"plan\.axis_rules"):
+        load_recipe("gpt_tiny", ["plan.axis_rules.embed=tensor"])

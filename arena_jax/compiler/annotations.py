@@ -67,6 +67,12 @@ class Required:
                 found[tuple(layout)] = None
         return tuple(found)
 
+    def allows(self, layout: Layout, mesh: MeshShape) -> bool:
+        """Whether a layout agrees on a mesh."""
+        real = sum(mesh.axes)
+        wanted = zip(self.dims, layout, strict=True)
+        return all(axes is None or axes & real == given & real for axes, given in wanted)
+
     def fault(self, mesh: MeshShape) -> str:
         """Why the value cannot lie so on a mesh; empty where it can."""
         for dim, (size, axes) in enumerate(zip(self.shape, self.dims, strict=True)):

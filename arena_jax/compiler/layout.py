@@ -22,6 +22,13 @@ def to_axes(layout: Layout) -> Axes:
     return tuple(named[axes] for axes in layout)
 
 
+def to_layout(axes: Axes, rank: int) -> Layout:
+    """The inverse of :func:`to_axes`, of a spec that may leave out dims at the end."""
+    named = {name: axis for axis, name in NAMES.items()}
+    padded = (*axes, *(None,) * (rank - len(axes)))
+    return tuple(sum(named[n] for n in ((dim,) if isinstance(dim, str) else dim or ())) for dim in padded)
+
+
 def used_axes(layout: Layout) -> int:
     """All axes that shard some dim."""
     used = 0

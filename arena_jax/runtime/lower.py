@@ -7,6 +7,7 @@ import jax
 
 from arena_jax.compiler.graph import build_graph, split_scans
 from arena_jax.compiler.layers import Layers, Position, find_layers
+from arena_jax.compiler.layout import MeshShape, to_layout
 from arena_jax.compiler.problem import FROZEN, PARAMS, STATE, Problem
 from arena_jax.compiler.stages import StageGraph, cut_stages
 from arena_jax.compiler.trace import Trace, trace_loss
@@ -40,7 +41,7 @@ def compile_program(
         whole: the problem's trace at the global batch, where it is at hand.
 
     Raises:
-        PlanError: the plan is of another model, batch or number of layers.
+        PlanError: the plan is of another model, batch or number of layers, or against the model's annotations.
         UsageError: fewer devices than the plan needs.
     """
     check_batch(problem, plan)
@@ -51,6 +52,7 @@ def compile_program(
     trace = whole if plan.num_microbatches == 1 else trace_loss(problem, plan.num_microbatches)
     update_jaxpr = check_optimizer(problem, trace.jaxpr.outvars[0].aval.dtype, skip_nonfinite=skip)
     stage_graph, layer_nodes = cut_by_plan(whole, trace, plan)
+    check_annotations(problem, plan, stage_graph)
     functions = [
         make_stage_function(stage_graph.graph.trace, stage, placement, layer_nodes)
         for stage, placement in zip(stage_graph.stages, placements, strict=True)
@@ -88,6 +90,22 @@ def check_model(whole: Trace, plan: Plan) -> None:
             f"the plan was made for model {plan.model_fingerprint}, this one is {whole.fingerprint}",
             hint="a plan belongs to one model, loss, batch and jax version; make it again with `arena-jax plan`",
         )
+
+
+def check_annotations(problem: Problem, plan: Plan, stage_graph: StageGraph) -> None:
+    """Raise :class:`PlanError` when a plan stores a parameter otherwise than the model's annotation says."""
+    for stage, stage_plan in zip(stage_graph.stages, plan.stages, strict=True):
+        for var in (*stage.params, *stage.frozen):
+            name = problem.leaves[stage_graph.graph.units[var].leaf].name
+            required = problem.annotations.get(name)
+            spec = stage_plan.parameters.get(name, ())
+            if required is None:
+                continue
+            if not required.allows(to_layout(spec, len(required.shape)), MeshShape(stage_plan.dp, stage_plan.tp)):
+                raise PlanError(
+                    f"the plan stores {name} as {spec} in stage {stage.index}, against {required.what}",
+                    hint="make the plan again, or change the annotation or axis_rules",
+                )
 
 
 def cut_by_plan(whole: Trace, trace: Trace, plan: Plan) -> tuple[StageGraph, dict[int, Any]]:
