@@ -338,3 +338,26 @@ def test_a_recipe_maps_axes() -> None:
     assert recipe.plan.axis_rules == {"embed": "tp", "layers": None}
     with pytest.raises(RecipeError, match=r"plan\.axis_rules"):
         load_recipe("gpt_tiny", ["plan.axis_rules.embed=tensor"])
+
+
+def test_where_a_product_is_asked_to_lie_counts_but_not_parts_of_a_shard_map() -> None:
+    class Asks(Annotated):
+        def __call__(self, x: Any) -> Any:
+            y = jnp.einsum("bi,io->bo", x, self.up.kernel[...], out_sharding=P(None, "model"))
+            inside = jax.shard_map(
+                lambda y: jax.sharding.reshard(y, P(None, "model")),
+                in_specs=P("data"),
+                out_specs=P("data"),
+                axis_names={"data"},
+            )
+            return self.out(jnp.tanh(inside(y)) @ self.down.kernel[...])
+
+    with mesh("data", "model", kind=AxisType.Explicit):
+        text = [
+            eqn.params["name"]
+            for eqn in analyse(
+                make_problem(lambda rngs: Asks(rngs, up=(None, None), down=(None, None)), OPTIMIZER, score, BATCH)
+            ).trace.jaxpr.eqns
+            if eqn.primitive.name == "name"
+        ]
+    assert text == ["sharding constraint (None, 'model')"]

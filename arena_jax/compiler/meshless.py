@@ -22,6 +22,8 @@ CONSTRAINT = "sharding constraint "
 """What the name of an identity begins with that was a constraint; its spec follows."""
 
 _CONSTRAINTS = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
+# Where `out_sharding` is what the author asks for; elsewhere jax may have filled it in.
+_ASKED = frozenset({"dot_general", "gather"})
 # Inside a shard_map: what only changes how a value is typed.
 _TYPING = frozenset({"pvary", "pcast", "pbroadcast", "preduced", "vary_unreduced_cast", "reduced_vary_cast"})
 _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
@@ -65,7 +67,8 @@ def _equation(eqn: Any, args: list[Any]) -> list[Any]:
     if name in _CONSTRAINTS:
         sharding = params.get("sharding", params.get("dst_sharding"))
         spec = getattr(sharding, "spec", None)
-        return args if spec is None else [checkpoint_name(args[0], f"{CONSTRAINT}{tuple(spec)}")]
+        # Inside a shard_map it is of the parts, which no plan knows.
+        return args if spec is None or _is_of_parts(eqn) else [_required(args[0], spec)]
     if name in _TYPING or name == "device_put":
         return args
     if name == "shard_map":
@@ -84,7 +87,18 @@ def _equation(eqn: Any, args: list[Any]) -> list[Any]:
     changed = {key: None for key in ("out_sharding", "sharding") if params.get(key) is not None}
     mesh = getattr(eqn.ctx, "cur_abstract_mesh", None)
     bare = mesh is None or not mesh.axis_names
-    return _compat.bind(eqn.replace(params={**params, **changed}), args, in_context=bare)
+    outs = _compat.bind(eqn.replace(params={**params, **changed}), args, in_context=bare)
+    asked = getattr(params.get("out_sharding"), "spec", None) if name in _ASKED else None
+    return outs if asked is None or _is_of_parts(eqn) else [_required(outs[0], asked)]
+
+
+def _required(value: Any, spec: Any) -> Any:
+    return checkpoint_name(value, f"{CONSTRAINT}{tuple(spec)}")
+
+
+def _is_of_parts(eqn: Any) -> bool:
+    mesh = getattr(eqn.ctx, "cur_abstract_mesh", None)
+    return mesh is not None and bool(mesh.manual_axes)
 
 
 def _structured(eqn: Any, args: list[Any]) -> list[Any]:
