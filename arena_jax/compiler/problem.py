@@ -297,7 +297,8 @@ def _off_mesh(make_values: Callable[[nnx.Rngs], list[Any]], seed: int) -> Callab
 
     def make(rngs: nnx.Rngs) -> list[Any]:
         given = nnx.split(rngs)[1]
-        if jax.tree.structure(given) != jax.tree.structure(state):
+        theirs: Any = jax.tree.structure(given)
+        if theirs != jax.tree.structure(state):  # rngs of other streams
             return make_values(rngs)
         return run_without_mesh(closed.jaxpr, closed.consts, jax.tree.leaves(given))
 
