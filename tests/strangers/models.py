@@ -97,7 +97,7 @@ def mamba2() -> Stranger:
         from mamba2_jax import Mamba2Config, Mamba2ForCausalLM
 
         config = Mamba2Config(
-            vocab_size=VOCABULARY, hidden_size=16, state_size=8, head_dim=8, chunk_size=8, num_hidden_layers=2
+            vocab_size=VOCABULARY, hidden_size=64, state_size=16, head_dim=16, chunk_size=8, num_hidden_layers=2
         )
         return Mamba2ForCausalLM(config, rngs=rngs)
 
