@@ -4,7 +4,7 @@ from itertools import combinations, permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from arena_jax.compiler.inter import Costs, best_stages, least_memory, stage_submeshes
@@ -94,6 +94,7 @@ def test_no_cut_is_better(text: str, num_layers: int, num_microbatches: int, see
 
 
 @settings(max_examples=40)
+@example("cpu:2x3/s3", 3, 3, 0.3)
 @given(st.sampled_from(GRIDS), st.integers(1, 6), st.integers(0, 2**32 - 1), st.sampled_from([0.3, 1.0]))
 def test_least_memory_is_the_least(text: str, num_layers: int, seed: int, density: float) -> None:
     grid = GridShape.parse(text)

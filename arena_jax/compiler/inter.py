@@ -87,10 +87,7 @@ def best_stages(
         # The right number of devices that do not pack, such as three pairs on two nodes of three.
         found = None
         for tiling in tilings(grid):
-            # Sizes of which only this many of each kind have this total: digits of a number to base S + 1.
-            counts = Counter(tiling)
-            sizes = {submesh: (grid.num_stages + 1) ** i for i, submesh in enumerate(counts)}
-            total = sum(sizes[submesh] * count for submesh, count in counts.items())
+            sizes, total = _sizes(tiling, grid.num_stages)
             packed = solve(sizes, total)
             if packed and (found is None or packed.objective < found.objective):
                 found, submeshes = packed, tuple(sizes)
@@ -118,19 +115,40 @@ def least_memory(grid: GridShape, num_layers: int, needs: Callable[[int, Submesh
     Returns:
         Infinity where no cut runs at all.
     """
-    devices = grid.num_devices
-    least = np.full((num_layers + 1, devices + 1), np.inf)
+    per_node = grid.allocation.devices_per_node
+    if per_node & (per_node - 1) == 0 or grid.allocation.num_nodes == 1:
+        counted = {submesh: submesh.num_devices for submesh in stage_submeshes(grid)}
+        return _least_memory(num_layers, grid.num_stages, needs, counted, grid.num_devices)
+    # Submeshes with the right number of devices need not pack.
+    found = (_sizes(tiling, grid.num_stages) for tiling in tilings(grid))
+    return min(_least_memory(num_layers, grid.num_stages, needs, sizes, total) for sizes, total in found)
+
+
+def _sizes(tiling: Sequence[Submesh], num_stages: int) -> tuple[dict[Submesh, int], int]:
+    """Sizes of which only this many of each kind have this total: digits of a number to base S + 1."""
+    counts = Counter(tiling)
+    sizes = {submesh: (num_stages + 1) ** i for i, submesh in enumerate(counts)}
+    return sizes, sum(sizes[submesh] * count for submesh, count in counts.items())
+
+
+def _least_memory(
+    num_layers: int,
+    num_stages: int,
+    needs: Callable[[int, Submesh], np.ndarray],
+    sizes: Mapping[Submesh, int],
+    total: int,
+) -> float:
+    least = np.full((num_layers + 1, total + 1), np.inf)
     least[num_layers, 0] = 0.0
-    for k in range(1, grid.num_stages + 1):
+    for k in range(1, num_stages + 1):
         fewest = np.full_like(least, np.inf)
-        for submesh in stage_submeshes(grid):
-            n = submesh.num_devices
-            if n > devices:
+        for submesh, n in sizes.items():
+            if n > total:
                 continue
-            fullest = np.maximum(needs(k, submesh)[:, :, None], least[None, 1:, : devices + 1 - n])
+            fullest = np.maximum(needs(k, submesh)[:, :, None], least[None, 1:, : total + 1 - n])
             fewest[:num_layers, n:] = np.minimum(fewest[:num_layers, n:], fullest.min(axis=1))
         least = fewest
-    return float(least[0, devices])
+    return float(least[0, total])
 
 
 def stage_submeshes(grid: GridShape) -> tuple[Submesh, ...]:
