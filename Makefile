@@ -40,7 +40,7 @@ train: setup
 	$(BIN)/arena-jax train $(RECIPE) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 verify: setup
 	$(BIN)/python -m tests.verify $(ARGS)
