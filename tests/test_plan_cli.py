@@ -254,8 +254,9 @@ def test_planning_materialises_nothing(plan) -> None:
     assert sum(array.nbytes for array in jax.live_arrays()) - before < 1e6
 
 
-def test_a_store_that_cannot_be_used_costs_only_time(plan, folder: Path) -> None:
-    (folder / "home").write_text("a file where the folder of caches should be")
+def test_a_store_that_cannot_be_used_costs_only_time(plan, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "file").write_text("a file where the folder of caches should be")
+    monkeypatch.setenv("ARENA_JAX_HOME", str(folder / "file"))
     code, report, _, _ = plan("tiny.yaml", "--on", "a100:2/s1")
     assert code == 0
     assert report["num_programs_solved"] > 0
