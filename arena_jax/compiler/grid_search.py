@@ -1,5 +1,6 @@
 """The best plan of one grid at one number of microbatches, or why none fits."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -32,7 +33,7 @@ def plan_grid(
         return _row(grid, num_microbatches, search.why_no_mesh())
     solver = search.solver
     # Where stages share cores none of them waits, and the slowest is nothing special.
-    rounds = 1 if hardware.shares_cores else num_microbatches
+    rounds = 1 if search.shares_cores else num_microbatches
     found = best_stages(grid, layers.num_layers, rounds, search.costs, search.boundary_s(), solver=solver)
     if found is None:
         return replace(search.nothing_fits(), engine=solver.name)
@@ -72,6 +73,9 @@ class _GridSearch:
         self._constraints = constraints
         self._m = num_microbatches
         self.solver = engine(constraints.engine)
+        # A stage of fewer devices than there are cores leaves some idle while it runs alone.
+        alone = grid.num_devices // grid.num_stages
+        self.shares_cores = hardware.shares_cores and alone >= (os.cpu_count() or 1)
         self.options: dict[Submesh, list[tuple[MeshCost, Option]]] = {}
         self._needs: dict[tuple[int, Submesh], np.ndarray] = {}
 
@@ -174,11 +178,11 @@ class _GridSearch:
         Virtual CPU devices are shares of one pool of cores: while a stage waits, others run the faster,
         so that a step takes the work of all stages and microbatches at the rate of the node.
         """
-        return self._m * submesh.num_devices / self._grid.num_devices if self._hardware.shares_cores else 1.0
+        return self._m * submesh.num_devices / self._grid.num_devices if self.shares_cores else 1.0
 
     def boundary_s(self) -> np.ndarray:
         """Seconds to carry values into each layer and cotangents back: of one microbatch, or all where these add up."""
-        times = self._m if self._hardware.shares_cores else 1
+        times = self._m if self.shares_cores else 1
         return np.array(
             [
                 2 * (self._transfer_s(b) * times + self._dispatch_s) if b else 0.0
@@ -208,7 +212,7 @@ class _GridSearch:
         facts = [self._stage_facts(i, s, len(stages)) for i, s in enumerate(stages)]
         weights = [self._weight(s.submesh) for s in stages]
         times = [f.time_s for f in facts]
-        if not self._hardware.shares_cores:
+        if not self.shares_cores:
             weights[int(np.argmax(times))] += self._m - 1
         boundary = self.boundary_s()
         breakdown = {
@@ -231,7 +235,7 @@ class _GridSearch:
 
     def _update_s(self, stages: Sequence[StageChoice], facts: Sequence[StageEstimate]) -> float:
         """Stages update at the same time, or in turn where they share cores."""
-        if not self._hardware.shares_cores:
+        if not self.shares_cores:
             return max(f.update_s for f in facts)
         return sum(f.update_s * self._weight(s.submesh) / self._m for s, f in zip(stages, facts, strict=True))
 
