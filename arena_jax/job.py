@@ -14,6 +14,7 @@ from flax import nnx
 
 from arena_jax import data
 from arena_jax.bundled import load_file, load_function
+from arena_jax.compiler import Problem, make_problem
 from arena_jax.errors import DataError, ModelError, nearest
 from arena_jax.grid import Precision
 from arena_jax.optimizer import build_optimizer
@@ -56,6 +57,18 @@ class Job:
     items_per_batch: tuple[int, str]
     precision: Precision
     recipe: Recipe
+
+    def problem(self) -> Problem:
+        """What is trained, abstractly."""
+        return make_problem(
+            self.make_model,
+            self.optimizer,
+            self.loss_fn,
+            self.example_batch,
+            precision=self.precision,
+            axis_rules=self.recipe.plan.axis_rules,
+            seed=self.seed,
+        )
 
 
 def build(recipe: Recipe) -> Job:

@@ -190,19 +190,10 @@ def save_plans(folder: Path, name: str, index: PlanIndex) -> None:
 
 
 def _search(job: "Job") -> "tuple[StoredSearch, Constraints]":
-    from arena_jax.compiler import make_problem
     from arena_jax.compiler.stored import StoredSearch
     from arena_jax.planner import constraints_of, plan_store
 
-    problem = make_problem(
-        job.make_model,
-        job.optimizer,
-        job.loss_fn,
-        job.example_batch,
-        precision=job.precision,
-        axis_rules=job.recipe.plan.axis_rules,
-        seed=job.seed,
-    )
+    problem = job.problem()
     # The targets say the numbers of stages.
     constraints = replace(constraints_of(job.recipe.plan), stages=None)
     return StoredSearch(problem, plan_store(), name=job.name), constraints

@@ -55,7 +55,7 @@ def run(recipe: str, overrides: tuple[str, ...], specs: tuple[str, ...], budget:
 
     if on_cpu:
         start_jax()
-    from arena_jax.compiler import make_problem, plan_problem
+    from arena_jax.compiler import plan_problem
     from arena_jax.compiler.analysis import analyse
     from arena_jax.compiler.cost import hardware_of
     from arena_jax.compiler.profiler import pieces_of, profile
@@ -65,9 +65,7 @@ def run(recipe: str, overrides: tuple[str, ...], specs: tuple[str, ...], budget:
     if not on_cpu:
         _check_device(device_type)
     job = build(loaded)
-    problem = make_problem(
-        job.make_model, job.optimizer, job.loss_fn, job.example_batch, precision=job.precision, seed=job.seed
-    )
+    problem = job.problem()
     analysis = analyse(problem)
     console.note("searching the candidate plans")
     index = plan_problem(

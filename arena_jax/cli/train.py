@@ -282,18 +282,9 @@ def _say(report: Mapping[str, Any], tracker: "MLflowTracker | None") -> None:
 
 def make_planner(job: "Job") -> "Planner":
     """The planner of a job on all devices, with the recipe's pins."""
-    from arena_jax.compiler import make_problem
     from arena_jax.planner import Planner, constraints_of, plan_store
 
-    problem = make_problem(
-        job.make_model,
-        job.optimizer,
-        job.loss_fn,
-        job.example_batch,
-        precision=job.precision,
-        axis_rules=job.recipe.plan.axis_rules,
-        seed=job.seed,
-    )
+    problem = job.problem()
     recipe = job.recipe
     return Planner(
         problem,

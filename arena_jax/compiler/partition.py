@@ -18,8 +18,11 @@ Assignment = tuple[tuple[int, int], ...]
 # Results that the backward pass needs; the rest is recomputed by fusions or not read again.
 _SAVED = HEAVY | {"exp", "tanh", "logistic", "mul", "div", "rsqrt", "integer_pow", "max", "select_n", "erf"}
 # Computed inside whatever reads them, or no work at all.
-_FREE = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dims", "stop_gradient", "name", CARRY})
-_FREE_STACKS = frozenset({UNSTACK, RESTACK})
+_FREE = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dims", "stop_gradient", "name"}) | {
+    CARRY,
+    UNSTACK,
+    RESTACK,
+}
 # Whose arithmetic is hidden behind the bytes it streams.
 _STREAMING = ELEMENTWISE | CUMULATIVE | frozenset(REDUCTIONS)
 # A rematerialised forward pass runs once more: one part in three of forward and backward together.
@@ -115,10 +118,10 @@ def _layout(dims: Dims, value: Value | None, axes_of: dict[int, int], mesh: Mesh
 
 def _count(op: Op, share: float, local_bytes: float, work: w.Floats, differentiated: bool) -> None:
     times = _AGAIN if op.again else 1.0
-    if op.name in _FREE or op.name in _FREE_STACKS:
+    if op.name in _FREE:
         return
     work[w.NUM_OPS] += times
-    if not op.name.startswith("scan") and op.name not in _STREAMING:
+    if op.name not in _STREAMING:
         dtype = str(getattr(op.eqn.invars[0].aval, "dtype", "")) if op.eqn.invars else ""
         work[w.flops_at(dtype)] += times * eqn_flops(op.eqn) * share
     # XLA fuses chains of elementwise operations: about one write in three reaches memory.
