@@ -12,6 +12,8 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INFEASIBLE = 3
 EXIT_RESUMABLE = 75
+# Under a supervisor only: the state is handed over, start the process that the hand-over names.
+EXIT_RELAUNCH = 76
 EXIT_INTERRUPTED = 130
 
 

@@ -19,7 +19,7 @@ from arena_jax.events import EventLog, read_events
 from arena_jax.grid import Allocation, GridShape, Pause, Request, StepReport, Stop
 from arena_jax.runtime.checkpoint import CheckpointStore, leaf_types
 from arena_jax.runtime.checkpoint_info import CheckpointInfo
-from arena_jax.runtime.contract import Compiled, LoopOptions, Outcome, Program
+from arena_jax.runtime.contract import Compiled, LoopOptions, Outcome, Program, Rehearsed
 from arena_jax.runtime.feed import Feed
 from arena_jax.runtime.hooks import ScriptedHook
 from arena_jax.runtime.journal import Journal
@@ -392,6 +392,64 @@ def test_pause_frees_the_devices_until_a_grid_is_given(tmp_path: Path) -> None:
     assert outcome.step == 6
     assert [str(s.target) for s in outcome.swaps] == ["cpu:2/s1"]
     assert 3 in bench.store.steps()
+
+
+class OtherMachine:
+    """More than eight devices are elsewhere; keeps what was handed over."""
+
+    def __init__(self, *, full: bool = False) -> None:
+        self.full = full
+        self.handed: list[Any] = []
+
+    def why(self, target: Any, devices: Any) -> str:
+        return f"{target} is more than 8 devices" if target.num_devices > 8 else ""
+
+    def rehearse(self, target: Any, devices: Any, **rest: Any) -> Rehearsed:
+        assert rest["num_microbatches"] == 1
+        return Rehearsed(plan=one_stage_plan(target.num_devices))
+
+    def hand_over(self, relaunch: Any, tree: Any, info: CheckpointInfo) -> None:
+        if self.full:
+            raise OSError("no space left")
+        self.handed.append((relaunch, {name: np.asarray(leaf) for name, leaf in tree.items()}, info))
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_target_elsewhere_ends_the_run_with_its_state_handed_over(tmp_path: Path, paused: bool) -> None:
+    other = OtherMachine()
+    grow = Request(target=GridShape.parse("cpu:16"), reason="grow", wait=True)
+
+    class Growing(Scheduler):
+        def poll(self, step: int) -> Any:
+            is_paused = bool(self.reports) and self.reports[-1].state == "paused"
+            return grow if is_paused else super().poll(step)
+
+    hook = Growing({2: Request(target=Pause())} if paused else {3: grow})
+    bench = Bench(tmp_path, steps=9, every=100, hook=hook, recompile=never, elsewhere=other)
+    outcome = bench.run()
+    assert outcome.stop_reason == "relaunch"
+    ((relaunch, tree, info),) = other.handed
+    at = 2 if paused else 3
+    assert (relaunch.step, info.step, info.data_position) == (at, at, {"position": at})
+    assert (str(relaunch.source), str(relaunch.rehearsed.plan.grid)) == ("cpu:1/s1", "cpu:16/s1")
+    assert outcome.relaunch is relaunch
+    assert hook.reports[-1].state == "moving"
+    (event,) = bench.of("relaunch")
+    assert event["why"] == "cpu:16/s1 is more than 8 devices"
+    plain = Bench(tmp_path / "plain", steps=at).run()
+    for name, leaf in leaves(plain).items():
+        np.testing.assert_array_equal(leaf, tree[name], err_msg=name)
+
+
+def test_a_state_that_cannot_be_handed_over_trains_on(tmp_path: Path) -> None:
+    hook = Scheduler({3: Request(target=GridShape.parse("cpu:16"), wait=True)})
+    bench = Bench(tmp_path, steps=5, hook=hook, recompile=never, elsewhere=OtherMachine(full=True))
+    assert bench.run().stop_reason == "done"
+    assert any("no space left" in error for report in hook.reports for error in report.errors)
+
+
+def never(target: Any, devices: Any) -> Compiled:
+    raise AssertionError("nothing is to be compiled in this process")
 
 
 def test_a_hook_that_raises_is_warned_about_once(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class StepReport:
     Attributes:
         loss: of the latest step that is complete.
         state: ``running``, ``preparing`` (running, while the plan of a request is compiled), ``paused``,
-            ``finished`` or ``stopped``.
+            ``moving`` (goes on in other processes), ``finished`` or ``stopped``.
         request_id: of the latest request.
         errors: what went wrong since the last report: requests that cannot be met, and why.
     """

@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from arena_jax.grid import Allocation, GridShape
-from arena_jax.runtime.contract import Compiled, Program, Recompile
+from arena_jax.runtime.contract import Compiled, Elsewhere, Program, Recompile, Rehearsed
 
 Target = GridShape | Allocation
 Key = tuple[Target, tuple[int, ...] | None]
+Ready = Compiled | Rehearsed
+T = TypeVar("T")
 
 # Seconds for which one thread may keep the interpreter's lock while another wants it. Python's default,
 # 5 ms, would delay every small thing that a step does by as much while a plan is traced.
@@ -53,7 +55,7 @@ class Ahead:
     urgent: bool
     idle: bool = False
     seconds: float = 0.0
-    compiled: Compiled | None = None
+    compiled: Ready | None = None
     error: Exception | None = None
     cancelled: bool = False
     done: threading.Event = field(default_factory=threading.Event)
@@ -65,14 +67,23 @@ class AheadCompiler:
     Args:
         recompile: plans and compiles for a target.
         warm: see the module.
+        elsewhere: for targets that this process cannot reach.
         capacity: programs kept; the least recently used goes first.
     """
 
-    def __init__(self, recompile: Recompile, warm: Warm | None = None, *, capacity: int = 6) -> None:
+    def __init__(
+        self,
+        recompile: Recompile,
+        warm: Warm | None = None,
+        elsewhere: Elsewhere | None = None,
+        *,
+        capacity: int = 6,
+    ) -> None:
         self._recompile = recompile
         self._warm = warm
+        self._elsewhere = elsewhere
         self._capacity = capacity
-        self._kept: dict[Key, Compiled] = {}
+        self._kept: dict[Key, Ready] = {}
         self._failed: dict[Key, Exception] = {}
         self._failures: list[tuple[Target, Exception]] = []
         self._running: Program | None = None
@@ -126,7 +137,8 @@ class AheadCompiler:
         """Say which program runs, from which the state will come."""
         with self._lock:
             self._running = program
-            self._to_plan = [c.program for c in self._kept.values() if c.program is not program]
+            programs = [ready.program for ready in self._kept.values() if isinstance(ready, Compiled)]
+            self._to_plan = [other for other in programs if other is not program]
             if self._to_plan:
                 self._wake()
 
@@ -162,7 +174,7 @@ class AheadCompiler:
             self._wanted.cancelled = True
             self._wanted = None
 
-    def _keep(self, key: Key, compiled: Compiled) -> None:
+    def _keep(self, key: Key, compiled: Ready) -> None:
         self._kept.pop(key, None)
         self._kept[key] = compiled
         while len(self._kept) > self._capacity:
@@ -204,13 +216,13 @@ class AheadCompiler:
                 error = caught
             self._finish(work, compiled, error, time.perf_counter() - began_s)
 
-    def _finish(self, work: Ahead, compiled: Compiled | None, error: Exception | None, seconds: float) -> None:
+    def _finish(self, work: Ahead, compiled: Ready | None, error: Exception | None, seconds: float) -> None:
         with self._lock:
             work.seconds, work.compiled, work.error = seconds, compiled, error
             if compiled is not None:
                 self._keep(work.key, compiled)
                 # Under its grid, too, where only an allocation was asked for.
-                self._keep(_key(compiled.program.plan.grid, work.key[1]), compiled)
+                self._keep(_key(compiled.plan.grid, work.key[1]), compiled)
             elif error is None:
                 work.error = InterruptedError("another request came")
             elif not work.urgent:
@@ -218,35 +230,60 @@ class AheadCompiler:
                 self._failures.append((work.key[0], error))
             work.done.set()
 
-    def _compile(self, work: Ahead) -> Compiled | None:
+    def _compile(self, work: Ahead) -> Ready | None:
         target, devices = work.key
-        if self._warm is not None and self._running is not None:
-            began_urgent: bool | None = None
-
-            def is_stale() -> bool:
-                return work.cancelled or work.idle or work.urgent != began_urgent
-
-            while is_stale() and not work.cancelled and not work.idle:  # again, if it has become urgent meanwhile
-                began_urgent = work.urgent
-                self._warm(
+        running: Any = self._running
+        elsewhere, warm = self._elsewhere, self._warm
+        if elsewhere is not None and elsewhere.why(target, devices):
+            return _hurried(
+                work,
+                lambda urgent, stale: elsewhere.rehearse(
                     target,
                     devices,
-                    num_microbatches=self._running.plan.num_microbatches,
-                    urgent=began_urgent,
-                    cancelled=is_stale,
-                )
+                    num_microbatches=running.plan.num_microbatches,
+                    urgent=urgent,
+                    cancelled=stale,
+                ),
+                lambda: False,
+            )
+        if warm is not None and running is not None:
+            _hurried(
+                work,
+                lambda urgent, stale: warm(
+                    target,
+                    devices,
+                    num_microbatches=running.plan.num_microbatches,
+                    urgent=urgent,
+                    cancelled=stale,
+                ),
+                lambda: work.idle,
+            )
         if work.cancelled:
             return None
         before = sys.getswitchinterval()
         sys.setswitchinterval(min(before, _SWITCH_INTERVAL_S))
         try:
             compiled = self._recompile(target, devices)
-            running: Any = self._running
+            running = self._running
             if running is not None and not work.cancelled:
                 compiled.program.plan_move(running)
             return compiled
         finally:
             sys.setswitchinterval(before)
+
+
+def _hurried(work: Ahead, run: Callable[[bool, Callable[[], bool]], T], needless: Callable[[], bool]) -> T | None:
+    """Run with the work's urgency, and again if it has become urgent meanwhile; not where it is needless."""
+    began: bool | None = None
+    result: T | None = None
+
+    def is_stale() -> bool:
+        return work.cancelled or needless() or work.urgent != began
+
+    while is_stale() and not work.cancelled and not needless():
+        began = work.urgent
+        result = run(began, is_stale)
+    return result
 
 
 def _key(target: Target, devices: Sequence[int] | None) -> Key:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from arena_jax.errors import ArenaError
 from arena_jax.grid import Allocation, GridShape, Request
 from arena_jax.runtime.ahead import Ahead, AheadCompiler
-from arena_jax.runtime.contract import Compiled
+from arena_jax.runtime.contract import Compiled, Rehearsed
 from arena_jax.runtime.journal import Journal
 from arena_jax.runtime.scheduler_line import SchedulerLine
 
@@ -26,12 +26,13 @@ class Due:
     """A change that can be made now.
 
     Attributes:
+        compiled: the program, or the plan that another process is to run.
         background_s: seconds of planning and compiling for it, 0 where it was prepared.
         prepared: whether it was compiled before it was asked for.
     """
 
     request: Request
-    compiled: Compiled
+    compiled: Compiled | Rehearsed
     background_s: float
     prepared: bool
 
@@ -82,7 +83,7 @@ class PlanChanges:
         if request == self._request or (request == self._refused and time.monotonic() < self._retry_at_s):
             return False
         self.drop()
-        grid = running.program.plan.grid
+        grid = running.plan.grid
         # For the devices it has, a job stays with its number of stages.
         if request == self._made or (target in (grid, grid.allocation) and request.devices == devices):
             return True
@@ -106,7 +107,7 @@ class PlanChanges:
             self._refuse(request, _why(work.error))
             return None
         self._made, self._refused = request, None
-        if work.compiled.program.plan == running.program.plan and request.devices == devices:
+        if work.compiled.plan == running.plan and request.devices == devices:
             return None  # an allocation whose best plan is the one that runs
         return Due(
             request=request,
@@ -154,6 +155,13 @@ def _freed(running: Compiled, devices: Sequence[int] | None, request: Request) -
     """Whether the request leaves out a device that is in use."""
     target = request.target
     assert isinstance(target, GridShape | Allocation)
-    used = range(running.program.plan.grid.num_devices) if devices is None else devices
+    grid = running.plan.grid
+    if _allocation(target).device_type != grid.allocation.device_type:
+        return True
+    used = range(grid.num_devices) if devices is None else devices
     wanted = range(target.num_devices) if request.devices is None else request.devices
     return bool(set(used) - set(wanted))
+
+
+def _allocation(target: GridShape | Allocation) -> Allocation:
+    return target.allocation if isinstance(target, GridShape) else target

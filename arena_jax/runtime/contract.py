@@ -6,11 +6,12 @@ from typing import Any, Literal, Protocol
 
 import jax
 
-from arena_jax.grid import Allocation, GridShape, Plan
+from arena_jax.grid import Allocation, GridShape, Plan, Request
+from arena_jax.runtime.checkpoint_info import CheckpointInfo
 from arena_jax.runtime.metrics import StepRecord
 from arena_jax.runtime.move import Moved
 
-StopReason = Literal["done", "data_ended", "interrupted", "terminated", "stopped"]
+StopReason = Literal["done", "data_ended", "interrupted", "terminated", "stopped", "relaunch"]
 
 
 class Program(Protocol):
@@ -35,6 +36,64 @@ class Compiled:
     program: Program
     estimated_step_time_s: float | None = None
     engine: str = ""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was compiled."""
+        return self.program.plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """A plan for devices that this process does not have; what can be compiled ahead for it is in the caches."""
+
+    plan: Plan
+    estimated_step_time_s: float | None = None
+    engine: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relaunch:
+    """A change of plan that other processes make, after ``step`` completed steps.
+
+    Attributes:
+        source: the grid that ran until then.
+        why: why this process cannot make the change.
+        background_s, prepared: as in :class:`Swap`.
+    """
+
+    step: int
+    request: Request
+    rehearsed: Rehearsed
+    source: GridShape
+    why: str
+    background_s: float
+    prepared: bool
+
+
+class Elsewhere(Protocol):
+    """What takes a training to devices that its process does not have: more of them, or another type."""
+
+    def why(self, target: "GridShape | Allocation", devices: Sequence[int] | None) -> str:
+        """Why a target cannot be reached in this process; empty where it can."""
+
+    def rehearse(
+        self,
+        target: "GridShape | Allocation",
+        devices: Sequence[int] | None,
+        *,
+        num_microbatches: int,
+        urgent: bool,
+        cancelled: Callable[[], bool],
+    ) -> Rehearsed | None:
+        """Plan and compile for a target, away from this process; ``None`` when it was cancelled.
+
+        Raises:
+            ArenaError: no plan fits, or the type cannot be had.
+        """
+
+    def hand_over(self, relaunch: Relaunch, tree: dict[str, Any], info: CheckpointInfo) -> None:
+        """Keep the state where the next process finds it; after an exception the training goes on here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +161,11 @@ class LoopOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a loop ended. ``history`` has one record per step it ran."""
+    """How a loop ended. ``history`` has one record per step it ran.
+
+    Attributes:
+        relaunch: where it goes on, when ``stop_reason`` is ``relaunch``; ``state`` may then be ``None``.
+    """
 
     state: Any
     program: Program
@@ -111,6 +174,7 @@ class Outcome:
     stop_reason: StopReason
     history: tuple[StepRecord, ...]
     swaps: tuple[Swap, ...]
+    relaunch: Relaunch | None = None
 
 
 Recompile = Callable[[GridShape | Allocation, Sequence[int] | None], Compiled]

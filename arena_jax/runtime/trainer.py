@@ -14,12 +14,23 @@ from typing import Any
 import jax
 
 from arena_jax.errors import NonFiniteLossError, StateLostError
-from arena_jax.grid import Pause, SchedulerHook, Stop, plan_difference
+from arena_jax.grid import Allocation, GridShape, Pause, SchedulerHook, Stop, plan_difference
 from arena_jax.runtime.ahead import AheadCompiler, Warm
 from arena_jax.runtime.changes import Due, PlanChanges
 from arena_jax.runtime.checkpoint import CheckpointStore, Saved
 from arena_jax.runtime.checkpoint_info import CheckpointInfo
-from arena_jax.runtime.contract import Compiled, LoopOptions, Outcome, Program, Recompile, StopReason, Swap
+from arena_jax.runtime.contract import (
+    Compiled,
+    Elsewhere,
+    LoopOptions,
+    Outcome,
+    Program,
+    Recompile,
+    Rehearsed,
+    Relaunch,
+    StopReason,
+    Swap,
+)
 from arena_jax.runtime.feed import Feed
 from arena_jax.runtime.journal import Journal
 from arena_jax.runtime.metrics import EvalMean, InFlight, StepRecord, is_bad, num_rows
@@ -46,6 +57,7 @@ class Trainer:
         hook: the scheduler's half; ``None`` when there is none.
         recompile: how to follow the scheduler to another grid; called on another thread.
         warm: fills the caches before ``recompile``, in another process.
+        elsewhere: how to follow it to devices that this process does not have; ``None`` where it cannot.
         signals: whose signal ends the run; may be entered already.
     """
 
@@ -62,6 +74,7 @@ class Trainer:
         hook: SchedulerHook | None = None,
         recompile: Recompile | None = None,
         warm: Warm | None = None,
+        elsewhere: Elsewhere | None = None,
         signals: StopSignals | None = None,
     ) -> None:
         self._compiled = compiled
@@ -72,7 +85,9 @@ class Trainer:
         self._store = store
         self._eval_data = eval_data
         self._scheduler = SchedulerLine(hook, options, journal)
-        self._ahead = None if recompile is None or hook is None else AheadCompiler(recompile, warm)
+        self._elsewhere = elsewhere
+        self._relaunch: Relaunch | None = None
+        self._ahead = None if recompile is None or hook is None else AheadCompiler(recompile, warm, elsewhere)
         self._changes = PlanChanges(self._ahead, self._scheduler, journal)
         self._devices: tuple[int, ...] | None = None
         self._asked_to_prepare_s = -_PREPARE_EVERY_S
@@ -117,6 +132,7 @@ class Trainer:
             stop_reason=reason,
             history=tuple(self._history),
             swaps=tuple(self._swaps),
+            relaunch=self._relaunch,
         )
 
     def _train(self, signals: StopSignals) -> StopReason:
@@ -145,6 +161,11 @@ class Trainer:
                 self._save()
 
     def _end(self, reason: StopReason) -> None:
+        if reason == "relaunch":  # the state is handed over; a save here would come twice
+            if self._store is not None:
+                self._log_saves(self._store.wait())
+            self._report("moving")
+            return
         self._changes.drop("the run ended before its plan was compiled")
         if reason == "done" and self._options.eval_every and self._history:
             self._evaluate()
@@ -255,15 +276,13 @@ class Trainer:
             self._drain()
             self._changes.wait(_PAUSE_POLL_S)
             due = self._changes.due(self._compiled, self._devices)
-            if due is not None:
-                self._swap(due)
-            reason = self._ask(signals)
+            reason = (None if due is None else self._change(due)) or self._ask(signals)
         if reason is not None:
             return reason
         due = self._changes.due(self._compiled, self._devices)
         if due is not None:
-            self._swap(due)
-        elif self._changes.overdue(self._margin_s()):
+            return self._change(due)
+        if self._changes.overdue(self._margin_s()):
             return self._pause(signals, asked=False)
         return None
 
@@ -302,29 +321,69 @@ class Trainer:
         recent = self._history[-1].step_time_s if self._history else 0.0
         return 3 * recent + 2 * self._save_s
 
-    def _swap(self, due: Due) -> None:
-        """Go on under another plan, with the same state, at this step boundary."""
+    def _change(self, due: Due) -> StopReason | None:
+        """Go on under another plan, with the same state, at this step boundary; here or in another process."""
         self._drain()
-        old = self._compiled.program
+        old, compiled = self._compiled.program, due.compiled
+        if isinstance(compiled, Rehearsed):
+            return self._leave(due, compiled, None)
         try:
-            self._state, moved = due.compiled.program.take_from(self._state, old)
+            self._state, moved = compiled.program.take_from(self._state, old)
         except StateLostError:
             raise
         except Exception as error:  # the state is where it was, and so is the plan that runs
             self._changes.failed(due.request, error)
             self._report("running")
             self._inflight.restart_clock()
-            return
+            return None
         if moved.parked_bytes:
             self._journal.warn(
                 f"{moved.parked_bytes} bytes of the state went through host memory: the devices had no room for "
                 "the old and the new form of it"
             )
-        self._adopt(due, stall_s=self._inflight.since_last_s(), moved=moved)
+        self._adopt(due, compiled, stall_s=self._inflight.since_last_s(), moved=moved)
+        return None
 
-    def _adopt(self, due: Due, *, stall_s: float, moved: Moved | None = None) -> None:
-        before, plan = self._compiled.program.plan, due.compiled.program.plan
-        self._compiled, self._devices = due.compiled, due.request.devices
+    def _leave(self, due: Due, rehearsed: Rehearsed, tree: dict[str, Any] | None) -> StopReason | None:
+        """Hand the state (or ``tree``, which holds it) over to another process."""
+        assert self._elsewhere is not None
+        program, request = self._compiled.program, due.request
+        assert isinstance(request.target, GridShape | Allocation)
+        relaunch = Relaunch(
+            step=self._step,
+            request=request,
+            rehearsed=rehearsed,
+            source=program.plan.grid,
+            why=self._elsewhere.why(request.target, request.devices),
+            background_s=due.background_s,
+            prepared=due.prepared,
+        )
+        try:
+            self._elsewhere.hand_over(
+                relaunch,
+                program.save_tree(self._state) if tree is None else tree,
+                self._describe(self._step, program, self._feed.position()),
+            )
+        except Exception as error:  # a full disk, say: the state is still here
+            self._changes.failed(request, error)
+            self._report("running" if tree is None else "paused")
+            self._inflight.restart_clock()
+            return None
+        self._journal.emit(
+            "relaunch",
+            step=self._step,
+            **{"from": str(relaunch.source), "to": str(rehearsed.plan.grid)},
+            reason=request.reason,
+            why=relaunch.why,
+            background_s=due.background_s,
+            prepared=due.prepared,
+        )
+        self._relaunch = relaunch
+        return "relaunch"
+
+    def _adopt(self, due: Due, compiled: Compiled, *, stall_s: float, moved: Moved | None = None) -> None:
+        before, plan = self._compiled.plan, compiled.plan
+        self._compiled, self._devices = compiled, due.request.devices
         swap = Swap(
             step=self._step,
             source=before.grid,
@@ -339,7 +398,7 @@ class Trainer:
         )
         self._swaps.append(swap)
         self._journal.emit("swap", **swap.to_json())
-        self._journal.plan(plan, step=self._step, reason="swap", compiled=self._compiled)
+        self._journal.plan(plan, step=self._step, reason="swap", compiled=compiled)
         if self._ahead is not None:
             self._ahead.run_under(self._compiled.program)
         self._report("running")
@@ -379,14 +438,19 @@ class Trainer:
                 else:
                     time.sleep(_PAUSE_POLL_S)
                 continue
+            compiled = due.compiled
+            if isinstance(compiled, Rehearsed):
+                if self._leave(due, compiled, tree) is not None:
+                    return "relaunch"
+                continue
             try:
-                self._state = due.compiled.program.load_tree(tree)
+                self._state = compiled.program.load_tree(tree)
             except Exception as error:
                 self._changes.failed(due.request, error)
                 self._report("paused")
                 continue
             due = replace(due, request=replace(due.request, reason=due.request.reason or "pause"))
-            self._adopt(due, stall_s=time.perf_counter() - began_s)
+            self._adopt(due, compiled, stall_s=time.perf_counter() - began_s)
             return None
 
     def _report(self, state: str) -> None:
