@@ -69,6 +69,7 @@ def fit(
     trainable: Any = None,
     precision: Precision | None = None,
     axis_rules: Mapping[str, str | None] | None = None,
+    specs: Mapping[str, Sequence[Any]] | None = None,
     eval_data: Iterable[Any] | None = None,
     eval_every: int | None = None,
     init_from: str | Path | None = None,
@@ -103,6 +104,8 @@ def fit(
         axis_rules: axis names of the model's sharding annotations and constraints, which are kept -> ``"dp"``
             or ``"tp"``, or ``None`` for one that shards nothing; by default data, batch and fsdp are dp,
             model, tensor and mp are tp.
+        specs: name or pattern of parameters -> how they have to lie, dim by dim, as
+            ``{"blocks/*/up/kernel": (None, "tp")}``; every plan keeps it.
         eval_data: batches that can be iterated again and again; the last may be ragged.
         eval_every: steps between evaluations; there is one at the end, too.
         init_from: a run directory or checkpoint whose model (without optimizer) to start from.
@@ -128,6 +131,7 @@ def fit(
         precision=precision,
         trainable=trainable,
         axis_rules=axis_rules,
+        specs=specs,
         seed=seed,
     )
     planner, target, pinned = _where(
@@ -191,6 +195,7 @@ def plan(
     trainable: Any = None,
     precision: Precision | None = None,
     axis_rules: Mapping[str, str | None] | None = None,
+    specs: Mapping[str, Sequence[Any]] | None = None,
     constraints: Constraints | None = None,
     seed: int = 0,
 ) -> PlanIndex:
@@ -200,10 +205,18 @@ def plan(
         batch: a global batch, arrays or ``jax.ShapeDtypeStruct``.
         on: allocations, such as ``["a100:8", "h100:2x8"]``.
         constraints: pins and search switches (``arena_jax.compiler.Constraints``).
-        model, optimizer, loss_fn, num_microbatches, trainable, precision, axis_rules, seed: see :func:`fit`.
+        model, optimizer, loss_fn, num_microbatches, trainable, precision, axis_rules, specs, seed: see :func:`fit`.
     """
     problem = make_problem(
-        model, optimizer, loss_fn, batch, precision=precision, trainable=trainable, axis_rules=axis_rules, seed=seed
+        model,
+        optimizer,
+        loss_fn,
+        batch,
+        precision=precision,
+        trainable=trainable,
+        axis_rules=axis_rules,
+        specs=specs,
+        seed=seed,
     )
     allocations = [Allocation.parse(a) if isinstance(a, str) else a for a in on]
     return plan_problem(problem, allocations, constraints=constraints, num_microbatches=num_microbatches)
@@ -221,6 +234,7 @@ def compile(
     trainable: Any = None,
     precision: Precision | None = None,
     axis_rules: Mapping[str, str | None] | None = None,
+    specs: Mapping[str, Sequence[Any]] | None = None,
     nonfinite: Literal["stop", "skip"] = "stop",
     seed: int = 0,
 ) -> Program:
@@ -230,7 +244,15 @@ def compile(
     :func:`fit`; ``plan=None`` searches one for ``grid``.
     """
     problem = make_problem(
-        model, optimizer, loss_fn, batch, precision=precision, trainable=trainable, axis_rules=axis_rules, seed=seed
+        model,
+        optimizer,
+        loss_fn,
+        batch,
+        precision=precision,
+        trainable=trainable,
+        axis_rules=axis_rules,
+        specs=specs,
+        seed=seed,
     )
     planner, target, pinned = _where(
         problem, grid, plan, num_microbatches=num_microbatches, nonfinite=nonfinite, name=_name(model)

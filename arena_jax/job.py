@@ -67,6 +67,7 @@ class Job:
             self.example_batch,
             precision=self.precision,
             axis_rules=self.recipe.plan.axis_rules,
+            specs=self.recipe.plan.specs,
             seed=self.seed,
         )
 

@@ -9,6 +9,7 @@ import jax
 
 from arena_jax import home
 from arena_jax.compiler import Constraints, Problem
+from arena_jax.compiler.engines import available_engine
 from arena_jax.compiler.grid_search import FEWER
 from arena_jax.compiler.stored import StoredSearch
 from arena_jax.errors import ArenaError, InfeasibleError, UsageError
@@ -213,7 +214,7 @@ def candidate_rows(index: PlanIndex, chosen: Plan | None) -> list[dict[str, Any]
 
 
 def constraints_of(section: PlanSection) -> Constraints:
-    """The pins of a recipe's ``plan`` section as the compiler takes them."""
+    """The pins of a recipe's ``plan`` section as the compiler takes them; ``both`` engines where both are there."""
     return Constraints(
         stages=section.stages,
         dp=_one(section.dp, "dp"),
@@ -221,7 +222,7 @@ def constraints_of(section: PlanSection) -> Constraints:
         zero=section.zero,
         remat=section.remat,
         space=section.space,
-        engine=section.engine,
+        engine=available_engine(section.engine),
     )
 
 

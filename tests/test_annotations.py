@@ -70,8 +70,8 @@ def fitted(model: Any, grid: str, **options: Any) -> tuple[list[float], Plan]:
     return [record.loss for record in result.history], result.plan
 
 
-def planned(model: Any, grid: str, axis_rules: Any = None, **pins: Any) -> Any:
-    problem = make_problem(model, OPTIMIZER, score, BATCH, axis_rules=axis_rules)
+def planned(model: Any, grid: str, axis_rules: Any = None, specs: Any = None, **pins: Any) -> Any:
+    problem = make_problem(model, OPTIMIZER, score, BATCH, axis_rules=axis_rules, specs=specs)
     (row,) = plan_problem(problem, [GridShape.parse(grid)], constraints=Constraints(**pins), num_microbatches=1)
     return row
 
@@ -338,6 +338,52 @@ def test_a_recipe_maps_axes() -> None:
     assert recipe.plan.axis_rules == {"embed": "tp", "layers": None}
     with pytest.raises(RecipeError, match=r"plan\.axis_rules"):
         load_recipe("gpt_tiny", ["plan.axis_rules.embed=tensor"])
+
+
+OPEN = {"up": None, "down": None}
+
+
+def test_pinned_parameters_lie_as_pinned(one_device: list[float]) -> None:
+    """Both products split by rows, which the search alone would not choose, in a model that says nothing itself."""
+    model = factory(**OPEN)
+    specs = {"*/kernel": ["tp", None]}
+    free, pinned = (planned(model, "cpu:2/s1", specs=s, dp=1, tp=2) for s in ({}, specs))
+    (stage,) = pinned.plan.stages
+    kernels = ["up/kernel", "down/kernel"]
+    assert [stage.parameters[name] for name in kernels] == [("tp",), ("tp",)]
+    assert [free.plan.stages[0].parameters.get(name) for name in kernels] != [("tp",), ("tp",)]
+    losses, _ = fitted(model, "cpu:2", plan=pinned.plan, specs=specs)
+    assert losses == pytest.approx(one_device, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "specs", "message"),
+    [
+        ({}, {"up/kernle": [None]}, "no parameter is called 'up/kernle' (did you mean 'up/kernel'?)"),
+        (
+            {},
+            {"up/kernel": [None, "tp"]},
+            "the pin [None, 'tp'] of up/kernel ('up/kernel') contradicts the annotation ('fsdp', 'model') of up/kernel",
+        ),
+        (
+            OPEN,
+            {"up/k*": ["tp", None], "*/kernel": [None, "tp"]},
+            "the pin [None, 'tp'] of up/kernel ('*/kernel') contradicts the pin ['tp', None] of up/kernel ('up/k*')",
+        ),
+        (OPEN, {"up/kernel": ["tp", "tp"]}, "shards dim 0 by 'tp' and dim 1 by 'tp', and both are tp"),
+        (OPEN, {"up/kernel": ["ttp"]}, "names an unknown axis 'ttp' (did you mean 'tp'?)"),
+        (OPEN, {"up/kernel": [None, None, "tp"]}, "has 3 dims, the value has 2"),
+    ],
+)
+def test_pins_that_cannot_hold(model: Any, specs: Any, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        planned(factory(**model), "cpu:2/s1", specs=specs)
+    assert message in error.value.message
+
+
+def test_a_recipe_pins_parameters() -> None:
+    recipe = load_recipe("gpt_tiny", ['plan.specs={"blocks/*/up/kernel": [null, tp]}'])
+    assert recipe.plan.specs == {"blocks/*/up/kernel": [None, "tp"]}
 
 
 def test_where_a_product_is_asked_to_lie_counts_but_not_parts_of_a_shard_map() -> None:

@@ -245,6 +245,15 @@ def test_an_engine_that_is_not_installed_is_said_at_once(plan, monkeypatch: pyte
     assert "--install-alpa" in report["error"]["hint"]
 
 
+@pytest.mark.filterwarnings("default:alpa")
+def test_both_engines_are_the_ones_that_are_there(plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arena_jax.solver_setup._candidates", list)
+    code, report, _, err = plan("tiny.yaml", "--engine", "both", "--on", "cpu:4")
+    assert code == 0
+    assert {row["engine"] for row in report["grids"]} == {"highs"}
+    assert "planned with highs alone (arena-jax doctor --install-alpa)" in " ".join(err.split())
+
+
 def test_planning_materialises_nothing(plan) -> None:
     """760 M parameters, on hardware that is not here."""
     before = sum(array.nbytes for array in jax.live_arrays())

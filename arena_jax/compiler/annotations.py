@@ -8,7 +8,8 @@ import ast
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from flax import nnx
@@ -226,6 +227,45 @@ def annotation_of(variable: Any, name: str, shape: Sequence[int], rules: AxisRul
                 hint="change one of the two",
             )
     return rules.require(names, shape, what, (*own, *context))
+
+
+def pinned(
+    specs: Mapping[str, Sequence[DimNames]],
+    shapes: Mapping[str, tuple[int, ...]],
+    annotations: Mapping[str, Required],
+    rules: AxisRules,
+) -> dict[str, Required]:
+    """What the user's pins ask of parameters.
+
+    Args:
+        specs: name of a parameter, or a pattern as in a shell -> names of axes, dim by dim.
+        shapes: of all parameters, by name.
+        annotations: what the model itself asks; a pin fills in what that leaves to the search.
+
+    Raises:
+        UsageError: a pattern without a parameter, or two pins, or a pin and an annotation, that contradict.
+    """
+    found: dict[str, Required] = {}
+    for pattern, dims in specs.items():
+        names = [name for name in shapes if fnmatchcase(name, pattern)]
+        if not names:
+            raise UsageError(
+                f"no parameter is called {pattern!r}{nearest(pattern, shapes)}",
+                hint=f"a name or a pattern, such as {next(iter(shapes))!r}",
+            )
+        for name in names:
+            what = f"the pin {list(dims)} of {name} ({pattern!r})"
+            asked = rules.require([tuple(d) if isinstance(d, list) else d for d in dims], shapes[name], what)
+            other = found.get(name) or annotations.get(name)
+            theirs = asked.dims if other is None else other.dims
+            both = [mine if their is None else their for mine, their in zip(asked.dims, theirs, strict=True)]
+            if any(mine not in (None, dim) for mine, dim in zip(asked.dims, both, strict=True)):
+                raise UsageError(
+                    f"{what} contradicts {'' if other is None else other.what}",
+                    hint="change one of the two, or what their axes are in axis_rules",
+                )
+            found[name] = replace(asked, dims=tuple(both))
+    return found
 
 
 def required_in(jaxpr: Any, rules: AxisRules) -> dict[tuple[str, tuple[int, ...]], Required]:

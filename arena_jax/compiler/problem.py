@@ -4,7 +4,7 @@ Nothing here materialises a parameter. A :class:`Problem` is the single descript
 planning, lowering and checkpoints share.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from flax import linen, nnx
 from flax.core.spmd import get_logical_axis_rules
 
 from arena_jax.compiler._compat import is_key, mesh_in_use
-from arena_jax.compiler.annotations import AxisRules, Required, annotation_of
+from arena_jax.compiler.annotations import AxisRules, DimNames, Required, annotation_of, pinned
 from arena_jax.compiler.meshless import names_a_mesh, run_without_mesh
 from arena_jax.compiler.model_tree import ParameterTree, is_array_tree, loss_of_tree
 from arena_jax.errors import ModelError, UsageError
@@ -82,7 +82,7 @@ class Problem:
         mesh: what the caller had set as jax's mesh, ``None`` for none: the loss is traced under it, and
             nothing else runs under it.
         logical_rules: flax's logical axis rules that were in force, for the same.
-        annotations: name of a parameter -> how its annotation says that it lies.
+        annotations: name of a parameter -> how its annotation, or the user's pin, says that it lies.
         axis_rules: what the axis names in the traced loss stand for.
     """
 
@@ -152,6 +152,7 @@ def make_problem(
     precision: Precision | None = None,
     trainable: Any = None,
     axis_rules: Mapping[str, str | None] | None = None,
+    specs: Mapping[str, Sequence[DimNames]] | None = None,
     seed: int = 0,
 ) -> Problem:
     """Describe a training problem without materialising anything new.
@@ -167,6 +168,7 @@ def make_problem(
         trainable: an nnx filter as in ``nnx.Optimizer``'s ``wrt``; the rest gets no gradient.
         axis_rules: axis names of the model's annotations and constraints -> ``"dp"``, ``"tp"``, or ``None``
             for one that shards nothing; beside the defaults (data, batch, fsdp; model, tensor, mp).
+        specs: name or pattern of parameters -> how they have to lie, axis names dim by dim, ``None`` for a whole dim.
         seed: seed for ``nnx.Rngs``.
 
     Raises:
@@ -201,6 +203,8 @@ def make_problem(
             "the model has no trainable parameter",
             hint="parameters are nnx.Param variables; `trainable` selects among them",
         )
+    shapes = {leaf.name: leaf.shape for leaf in leaves if leaf.kind != STATE}
+    annotations |= pinned(specs or {}, shapes, annotations, rules)
     _refuse_keys(leaves)
     batch_leaves, batch_treedef, rows = _describe_batch(batch)
     problem_leaves = tuple(leaves)

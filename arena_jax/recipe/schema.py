@@ -122,6 +122,7 @@ class PlanSection(Section):
         num_microbatches: ``None`` is automatic.
         engine: which solver: ``highs``, ``alpa`` (Alpa's own code), or ``both``, compared.
         axis_rules: axis names of the model's sharding annotations -> dp, tp, or null for one that shards nothing.
+        specs: name or pattern of parameters -> how they have to lie, dim by dim; every plan keeps it.
     """
 
     grid: str | None = None
@@ -134,6 +135,7 @@ class PlanSection(Section):
     num_microbatches: PositiveInt | None = None
     engine: Literal["highs", "alpa", "both"] = "highs"
     axis_rules: dict[str, Literal["dp", "tp"] | None] = {}
+    specs: dict[str, list[str | list[str] | None]] = {}
 
 
 class PrecisionSection(Section):

@@ -3,6 +3,7 @@
 from arena_jax.compiler.engines.engine import ENGINES as ENGINES
 from arena_jax.compiler.engines.engine import Comparison as Comparison
 from arena_jax.compiler.engines.engine import Engine as Engine
+from arena_jax.compiler.engines.engine import available_engine as available_engine
 from arena_jax.compiler.engines.engine import check_engine as check_engine
 from arena_jax.compiler.engines.engine import engine as engine
 from arena_jax.compiler.engines.problem import StrategyProblem as StrategyProblem

@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
@@ -11,6 +12,7 @@ from arena_jax.compiler.engines.alpa_process import alpa_process, installed
 from arena_jax.compiler.engines.problem import StrategyProblem, StrategySolution
 from arena_jax.compiler.engines.stages import StageProblem, StageSolution
 from arena_jax.errors import UsageError, nearest
+from arena_jax.solver_setup import ALPA_VERSION, alpa_folder
 
 ENGINES = ("highs", "alpa", "both")
 
@@ -181,6 +183,15 @@ def check_engine(name: str) -> None:
         raise UsageError(f"unknown engine {name!r}{nearest(name, ENGINES)}", hint=f"use one of {', '.join(ENGINES)}")
     if name != "highs":
         installed()
+
+
+def available_engine(name: str) -> str:
+    """``highs`` for ``both`` where alpa is not installed, with a warning that says so; else ``name``."""
+    if name != "both" or alpa_folder() is not None:
+        return name
+    hint = "arena-jax doctor --install-alpa"
+    warnings.warn(f"alpa {ALPA_VERSION} is not installed: planned with highs alone ({hint})", stacklevel=2)
+    return "highs"
 
 
 def engine(name: str) -> Engine:
