@@ -42,12 +42,13 @@ class ControlSocket:
     Args:
         folder: the run's directory; ``control.json`` in it says where the socket is.
         path: of the socket; by default ``control.sock`` in the folder.
+        pending: a request of a socket before this one, which brought the training here.
 
     Raises:
         UsageError: the socket cannot be made, or another user's or a living one is in its place.
     """
 
-    def __init__(self, folder: str | Path, path: str | Path | None = None) -> None:
+    def __init__(self, folder: str | Path, path: str | Path | None = None, *, pending: Request | None = None) -> None:
         self._folder = Path(folder)
         self._own_folder: Path | None = None
         self.path = Path(path) if path is not None else self._folder / _SOCKET_NAME
@@ -60,6 +61,9 @@ class ControlSocket:
         self._outcome = ""
         self._why: tuple[str, ...] = ()
         self._count = 0
+        if pending is not None and pending.id is not None:
+            self._latest, self._outcome = (pending.id, pending), "pending"
+            self._count = int(pending.id.rpartition("-")[2])
         self._prepare: list[GridShape] = []
         self._report: StepReport | None = None
         self._server = self._listen()

@@ -18,9 +18,14 @@ def home() -> Path:
     return Path(chosen).expanduser().absolute() if chosen else user_cache_path("arena-jax")
 
 
-def compile_cache() -> Path:
-    """Folder of XLA's persistent compilation cache."""
-    return home() / "compile"
+def compile_cache(device_type: str = "") -> Path:
+    """Folder of XLA's persistent compilation cache.
+
+    Args:
+        device_type: a virtual CPU type, which has its own: what XLA compiles depends on how many cores it
+            sees, but the names of cached executables do not.
+    """
+    return home() / (f"compile-{device_type}" if device_type else "compile")
 
 
 def plan_index() -> Path:

@@ -11,7 +11,9 @@ from arena_jax import home
 from arena_jax.compiler import Constraints, Problem
 from arena_jax.compiler.engines import available_engine
 from arena_jax.compiler.grid_search import FEWER
+from arena_jax.compiler.search import PINNED
 from arena_jax.compiler.stored import StoredSearch
+from arena_jax.device_type import ENV_TYPE, cpu_type
 from arena_jax.errors import ArenaError, InfeasibleError, UsageError
 from arena_jax.grid import CATALOGUE, Allocation, GridShape, IndexRow, Plan, PlanIndex, PlanStore
 from arena_jax.recipe.schema import PlanSection
@@ -136,10 +138,16 @@ class Planner:
     def check_fits(self, allocation: Allocation) -> None:
         """Raise :class:`UsageError` when the allocation is not part of the devices at hand."""
         first = self.devices[0]
-        # Hardware that the catalogue lacks runs what is named for its nearest type.
         known = _known_type(first)
+        wanted = CATALOGUE[allocation.device_type].platform
+        if wanted == first.platform == "cpu" and allocation.device_type != known:
+            raise UsageError(
+                f"{allocation} asks for {allocation.device_type} devices; this process has {known} devices",
+                hint=f"start it with {ENV_TYPE}={allocation.device_type}",
+            )
+        # Hardware that the catalogue lacks runs what is named for its nearest type.
         have = f"{len(self.devices)} x {first.device_kind}" if known is None else str(allocation_of(self.devices))
-        if CATALOGUE[allocation.device_type].platform != _PLATFORMS.get(first.platform, first.platform):
+        if wanted != _PLATFORMS.get(first.platform, first.platform):
             raise UsageError(
                 f"{allocation} asks for {allocation.device_type} devices; jax runs on {have} here",
                 hint=f"use a grid of {known or first.platform}, or `arena-jax plan` for hardware that is elsewhere",
@@ -175,6 +183,8 @@ def choose(index: PlanIndex, target: GridShape | Allocation) -> Candidate:
 
 def remedy(index: PlanIndex) -> str:
     """What to change where no row of an index is feasible, by what excludes the rows."""
+    if len(index) and all(row.reason.endswith(PINNED) for row in index):
+        return "use another device type; the precision stays what the run began with"
     if any(row.least_memory_bytes is not None for row in index):
         return "use more devices, a smaller batch or fewer pins"
     if len(index) and all(row.reason.endswith(FEWER) for row in index):
@@ -256,7 +266,7 @@ def allocation_of(devices: Sequence[jax.Device]) -> Allocation:
 def _known_type(device: jax.Device) -> str | None:
     """The catalogue's name for a device, ``None`` when it has none."""
     if device.platform == "cpu":
-        return "cpu"
+        return cpu_type().name
     kind = device.device_kind.upper()
     return next((name for part, name in _KINDS.items() if part in kind), None)
 

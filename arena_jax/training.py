@@ -7,6 +7,7 @@ or of another model) is refused before anything is planned or compiled.
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,12 +19,13 @@ import jax
 
 from arena_jax.errors import CheckpointError, DataError, NonFiniteLossError
 from arena_jax.events import EventLog
-from arena_jax.grid import Allocation, GridShape, Plan, PlanIndex, SchedulerHook
+from arena_jax.grid import Allocation, GridShape, Plan, PlanIndex, SchedulerHook, parse_target, plan_difference
 from arena_jax.planner import Candidate, candidate_rows, choose
+from arena_jax.relaunch import Note
 from arena_jax.runtime.ahead import Warm
 from arena_jax.runtime.checkpoint import CheckpointStore, leaf_types
 from arena_jax.runtime.checkpoint_info import CheckpointInfo, LeafType, check_leaves
-from arena_jax.runtime.contract import Compiled, LoopOptions, Outcome, Program
+from arena_jax.runtime.contract import Arrival, Compiled, Elsewhere, LoopOptions, Outcome, Program, Swap
 from arena_jax.runtime.feed import Feed
 from arena_jax.runtime.journal import Callback, Journal
 from arena_jax.runtime.rundir import RunDirectory
@@ -66,6 +68,8 @@ class Training:
         init_from: a checkpoint (``.../checkpoints/STEP``) whose model, without optimizer and step, to start from.
         eval_data: iterated anew for each evaluation.
         tracker, hook, callbacks: who follows it.
+        elsewhere: takes it to devices that this process does not have; ``None`` where nothing can.
+        note: what the process before this one left, when it goes on from there.
         warm: plans and compiles for the hook's requests in another process first; ``None`` leaves it to a thread.
         record: facts for the ``run_start`` event: recipe text, params, command.
         signals: whose signal ends the run, at the next boundary between phases or steps.
@@ -86,6 +90,8 @@ class Training:
     tracker: Tracker | None = None
     hook: SchedulerHook | None = None
     warm: Warm | None = None
+    elsewhere: Elsewhere | None = None
+    note: Note | None = None
     callbacks: Sequence[Callback] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
     signals: StopSignals = field(default_factory=StopSignals)
@@ -140,21 +146,22 @@ def _train_and_tell(training: Training, store: CheckpointStore | None) -> Traine
 
 def _run(training: Training, journal: Journal, store: CheckpointStore | None, info: CheckpointInfo | None) -> Outcome:
     first_step = 0 if info is None else info.step
-    if info is not None:
+    if info is not None and training.note is None:
         assert store is not None
         aside = store.set_aside_after(first_step)
         if aside is not None:
             journal.warn(f"going back to step {first_step}: the later checkpoints are now in {str(aside)!r}")
     if info is not None:
         training.planner.settle(int(info.plan["num_microbatches"]))
-    signals = training.signals
+    signals, note = training.signals, training.note
     candidate = _choose_plan(training, journal)
     signals.check("planning")
-    compiled = training.planner.compile(candidate)
+    compiled = training.planner.compile(candidate, None if note is None else note.here.devices)
     signals.check("compiling")
     program = compiled.program
     training.planner.settle(program.plan.num_microbatches)
-    journal.plan(program.plan, step=first_step, reason="start" if info is None else "resume", compiled=compiled)
+    if note is None:
+        journal.plan(program.plan, step=first_step, reason="start" if info is None else "resume", compiled=compiled)
     trainer = Trainer(
         compiled=compiled,
         feed=training.feed,
@@ -166,19 +173,49 @@ def _run(training: Training, journal: Journal, store: CheckpointStore | None, in
         hook=training.hook,
         recompile=training.planner.recompile,
         warm=training.warm,
+        elsewhere=training.elsewhere,
         signals=signals,
     )
     state = _initial_state(training, program, store, info)
     signals.check("initialising")
-    return trainer.run(state, first_step=first_step)
+    if note is None:
+        return trainer.run(state, first_step=first_step)
+    jax.block_until_ready(state)
+    note.settle()
+    if note.failed:
+        journal.plan(program.plan, step=first_step, reason="resume", compiled=compiled)
+    return trainer.run(state, first_step=first_step, arrival=_arrival(note))
+
+
+def _arrival(note: Note) -> Arrival:
+    """What to tell of the change of plan that the note was left for."""
+    before, plan = note.back.plan, note.here.plan
+    swap = Swap(
+        step=note.step,
+        source=before.grid,
+        target=plan.grid,
+        reason=note.reason,
+        background_s=note.background_s,
+        stall_s=max(0.0, time.time() - note.left_at),
+        prepared=note.prepared,
+        difference=plan_difference(before, plan),
+    )
+    return Arrival(
+        request_id=note.request_id,
+        swap=None if note.failed else swap,
+        target=parse_target(note.target),
+        failed=note.failed,
+    )
 
 
 def _resume_info(training: Training, store: CheckpointStore | None) -> CheckpointInfo | None:
     """Read the checkpoint to resume from, refuse a foreign one, and position the data."""
-    run = training.run
-    if store is None or run is None or run.resume_step is None:
+    run, note = training.run, training.note
+    if note is not None:
+        store = CheckpointStore(Path(note.folder))
+    if store is None or run is None or (note is None and run.resume_step is None):
         return None
-    info = store.read_info(run.resume_step)
+    info = store.read_info(note.step if note is not None else run.resume_step or 0)
     where = f"checkpoint {str(store.path(info.step))!r}"
     if training.leaves:
         own = {k: v for k, v in info.leaves.items() if k.startswith(("params/", "frozen/"))}
@@ -194,6 +231,9 @@ def _resume_info(training: Training, store: CheckpointStore | None) -> Checkpoin
 
 
 def _choose_plan(training: Training, journal: Journal) -> Candidate:
+    if training.note is not None:
+        here = training.note.here
+        return Candidate(plan=here.plan, estimated_step_time_s=here.estimated_step_time_s, engine=here.engine)
     if training.plan is not None:
         return training.planner.given(training.plan)
     index = training.planner.search(training.target)
@@ -205,6 +245,8 @@ def _choose_plan(training: Training, journal: Journal) -> Candidate:
 def _initial_state(
     training: Training, program: Program, store: CheckpointStore | None, info: CheckpointInfo | None
 ) -> Any:
+    if training.note is not None:
+        store = CheckpointStore(Path(training.note.folder))
     if info is not None:
         assert store is not None
         return program.load_tree(store.restore(info.step, _on_host(program.abstract_tree())))

@@ -3,7 +3,8 @@
 The process builds the same job from the same recipe, plans it for the target and compiles the plan. What
 comes of it is in the caches: the plan in the store of plans, the executables in jax's compilation cache.
 The training then only has to trace. Anything that goes wrong here costs time and is not reported: the
-training does the same work again, and reports what is wrong with it.
+training does the same work again, and reports what is wrong with it. For devices that the training's own
+process lacks (``rehearse``) the answer counts, as nobody else can find it.
 
 On accelerators there is no such process, as a second one could not open them.
 """
@@ -12,13 +13,19 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from arena_jax.grid import Allocation, GridShape, parse_target
+from arena_jax.errors import ArenaError
+from arena_jax.grid import Allocation, GridShape, Plan, parse_target
+
+if TYPE_CHECKING:
+    from arena_jax.planner import Candidate
+    from arena_jax.runtime.contract import Rehearsed
 
 # How nice the process is: what somebody waits for leaves the steps most of the processor, what may never
 # be needed leaves them nearly all of it.
@@ -50,7 +57,63 @@ class WarmProcess:
         urgent: bool,
         cancelled: Callable[[], bool],
     ) -> None:
-        task = {
+        task = self._task(target, devices, num_microbatches, urgent)
+        with suppress(OSError):
+            _wait(_start(task, subprocess.DEVNULL), cancelled)
+
+    def rehearse(
+        self,
+        target: GridShape | Allocation,
+        devices: Sequence[int] | None,
+        *,
+        num_devices: int,
+        num_microbatches: int,
+        urgent: bool,
+        cancelled: Callable[[], bool],
+    ) -> "Rehearsed | None":
+        """Plan and compile for devices that this process does not have, in one that has them.
+
+        Returns:
+            The plan, or ``None`` when it was cancelled.
+
+        Raises:
+            ArenaError: what went wrong there.
+        """
+        from arena_jax.device_type import environment_for
+        from arena_jax.runtime.contract import Rehearsed
+
+        allocation = target.allocation if isinstance(target, GridShape) else target
+        task = self._task(target, devices, num_microbatches, urgent)
+        task |= {"num_devices": num_devices, "environment": environment_for(allocation.device_type)}
+        with tempfile.TemporaryFile() as said:
+            try:
+                process = _start(task, said)
+            except OSError as error:
+                raise ArenaError(f"no process could be started to plan {target}: {error}") from error
+            if not _wait(process, cancelled):
+                return None
+            said.seek(0)
+            lines = said.read().decode("utf-8", "replace").splitlines()
+        answer: dict[str, Any] = {}
+        with suppress(ValueError, IndexError):
+            answer = json.loads(lines[-1])
+        if "plan" not in answer:
+            message = answer.get("error") or f"planning {target} died with exit code {process.returncode}"
+            raise ArenaError(message, hint=answer.get("hint", ""))
+        return Rehearsed(
+            plan=Plan.from_json(answer["plan"]),
+            estimated_step_time_s=answer["estimated_step_time_s"],
+            engine=answer["engine"],
+        )
+
+    def _task(
+        self,
+        target: GridShape | Allocation,
+        devices: Sequence[int] | None,
+        num_microbatches: int,
+        urgent: bool,
+    ) -> dict[str, Any]:
+        return {
             "recipe": self._recipe,
             "overrides": self._overrides,
             "num_devices": self._num_devices,
@@ -59,34 +122,41 @@ class WarmProcess:
             "num_microbatches": num_microbatches,
             "nice": URGENT_NICE if urgent else PREPARE_NICE,
             "parent": os.getpid(),
+            "environment": {},
         }
-        with suppress(OSError):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "arena_jax.warm", json.dumps(task)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [_root(), os.environ.get("PYTHONPATH")]))},
-            )
-            _wait(process, cancelled)
 
 
-def _wait(process: "subprocess.Popen[bytes]", cancelled: Callable[[], bool]) -> None:
+def _start(task: dict[str, Any], stdout: Any) -> "subprocess.Popen[bytes]":
+    environment = {k: v for k, v in (os.environ | task["environment"]).items() if v is not None}
+    environment.pop("ARENA_JAX_RELAUNCH", None)  # a note to this process
+    return subprocess.Popen(
+        [sys.executable, "-m", "arena_jax.warm", json.dumps(task)],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.DEVNULL,
+        env=environment | {"PYTHONPATH": import_path()},
+    )
+
+
+def _wait(process: "subprocess.Popen[bytes]", cancelled: Callable[[], bool]) -> bool:
+    """Wait until the process ends; end it, and say no, where it is called off before."""
     while process.poll() is None:
         if cancelled():
             process.terminate()
-            with suppress(subprocess.TimeoutExpired):
+            try:
                 process.wait(_END_S)
-                return
-            process.kill()
-            process.wait()
-            return
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            return False
         time.sleep(_POLL_S)
+    return True
 
 
-def _root() -> str:
-    """The folder of this package, so that the process runs the same code, installed or not."""
-    return str(Path(__file__).resolve().parents[1])
+def import_path() -> str:
+    """A PYTHONPATH under which a process runs the same code, installed or not."""
+    root = str(Path(__file__).resolve().parents[1])
+    return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 
 
 def main(task: dict[str, Any]) -> None:
@@ -94,14 +164,34 @@ def main(task: dict[str, Any]) -> None:
     os.nice(task["nice"])
     _leave_half_the_cores()
     _end_with_parent(task["parent"])
+    try:
+        candidate = _fill(task)
+        answer: dict[str, Any] = {
+            "plan": candidate.plan.to_json(),
+            "estimated_step_time_s": candidate.estimated_step_time_s,
+            "engine": candidate.engine,
+        }
+    except ArenaError as error:
+        answer = {"error": error.message, "hint": error.hint}
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(answer), flush=True)
+
+
+def _fill(task: dict[str, Any]) -> "Candidate":
+    """Plan and compile; the plan and what is known of it."""
     from arena_jax.cli.train import make_planner, start_jax
     from arena_jax.job import build
+    from arena_jax.planner import choose
     from arena_jax.recipe import load_recipe
 
     start_jax(task["num_devices"])
     planner = make_planner(build(load_recipe(task["recipe"], task["overrides"])))
     planner.settle(task["num_microbatches"])
-    planner.recompile(parse_target(task["target"]), task["devices"])
+    target = parse_target(task["target"])
+    candidate = choose(planner.search(target), target)
+    planner.compile(candidate, task["devices"])
+    return candidate
 
 
 def _leave_half_the_cores() -> None:

@@ -1,8 +1,6 @@
 """``arena-jax profile``: measured pieces, taken on one device and cached for everyone."""
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -47,9 +45,11 @@ def run(recipe: str, overrides: tuple[str, ...], specs: tuple[str, ...], budget:
         raise UsageError("one device is of one type", hint="one run for each type")
     (device_type,) = types
     on_cpu = CATALOGUE[device_type].platform == "cpu"
-    if on_cpu and len(numbers) > 1:
+    threads = CATALOGUE[device_type].threads
+    shares_cores = on_cpu and threads is None
+    if shares_cores and len(numbers) > 1:
         raise UsageError("devices that share a CPU differ with their number", hint="one run for each number")
-    slowdown = _pin(next(iter(numbers))) if on_cpu else 1.0
+    slowdown = _pin(next(iter(numbers)), threads) if on_cpu else 1.0
     started = time.perf_counter()
     from arena_jax.cli.plan import start_jax
 
@@ -80,7 +80,7 @@ def run(recipe: str, overrides: tuple[str, ...], specs: tuple[str, ...], budget:
         pieces_of(analysis, index, hardware_of),
         hardware_of(_allocation(targets[0])),
         store,
-        devices=next(iter(numbers)) if on_cpu else None,
+        devices=next(iter(numbers)) if shares_cores else None,
         slowdown=slowdown,
         budget_s=budget,
         progress=_progress,
@@ -210,16 +210,15 @@ def _check_device(device_type: str) -> None:
         )
 
 
-def _pin(num_devices: int) -> float:
+def _pin(num_devices: int, threads: int | None) -> float:
     """Keep this process on the cores that one of the devices has; how much slower a device is than that."""
-    if not (home.home() / "cpu.json").exists():  # what the whole node does has to be measured unpinned
-        subprocess.run(
-            [sys.executable, "-c", "from arena_jax.compiler.cpu import node_rates; node_rates()"], check=True
-        )
+    from arena_jax.device_type import ensure_node_rates
+
+    ensure_node_rates()  # what the whole node does has to be measured unpinned
     cores = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cores) // num_devices)
+    share = max(1, len(cores) // num_devices) if threads is None else threads
     os.sched_setaffinity(0, cores[:share])
-    return max(1.0, num_devices / len(cores))
+    return max(1.0, num_devices / len(cores)) if threads is None else max(1.0, threads / len(cores))
 
 
 def _allocation(target: Allocation | GridShape) -> Allocation:

@@ -57,6 +57,7 @@ def command(
 
 def _outcome(folder: Path, name: str) -> dict[str, Any]:
     """Follow a request to its end."""
+    from arena_jax import relaunch
     from arena_jax.control import ask
     from arena_jax.errors import UsageError
 
@@ -66,6 +67,9 @@ def _outcome(folder: Path, name: str) -> dict[str, Any]:
         try:
             said = ask(folder, {"state": name})
         except UsageError:
+            if (folder / relaunch.FILE_NAME).exists():  # between two processes of the run
+                said = {"outcome": "pending"}
+                continue
             said = {"outcome": "ended"}
     if said["outcome"] == "done":
         console.note(f"runs on {said.get('grid')} since about step {said.get('step')}")

@@ -12,20 +12,26 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from arena_jax.cli import console
-from arena_jax.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, UsageError
+from arena_jax.errors import EXIT_INTERRUPTED, EXIT_RELAUNCH, EXIT_RESUMABLE, UsageError
 from arena_jax.grid import Allocation, GridShape, Plan, SchedulerHook, parse_target
 
 if TYPE_CHECKING:
     from arena_jax.job import Job
     from arena_jax.planner import Planner
     from arena_jax.recipe import Recipe
+    from arena_jax.relaunch import Note
     from arena_jax.runtime.rundir import Resume, RunDirectory
     from arena_jax.runtime.signals import StopSignals
     from arena_jax.tracking import MLflowTracker
     from arena_jax.training import Trained
     from arena_jax.warm import WarmProcess
 
-_EXIT_CODES = {"interrupted": EXIT_INTERRUPTED, "terminated": EXIT_RESUMABLE, "stopped": EXIT_RESUMABLE}
+_EXIT_CODES = {
+    "interrupted": EXIT_INTERRUPTED,
+    "terminated": EXIT_RESUMABLE,
+    "stopped": EXIT_RESUMABLE,
+    "relaunch": EXIT_RELAUNCH,
+}
 
 
 @click.command(short_help="Train a recipe under a plan the compiler chose.")
@@ -56,32 +62,71 @@ def command(
     `--resume auto` the newest one that holds a checkpoint goes on, unless it is finished. Exit code
     130 after SIGINT and 75 after SIGTERM or a scheduler's stop: the step was finished and saved.
     """
+    from arena_jax import relaunch
     from arena_jax.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides)
+    note = relaunch.arriving()
     plan = None if plan_file is None else Plan.load(plan_file)
     from arena_jax.runtime.signals import StopSignals
 
+    again = ["train", recipe, *overrides, *([] if steps is None else ["--steps", str(steps)]), *["--json"] * as_json]
     with StopSignals(_leave, noted=_noted) as signals:
-        start_jax(cpu_devices_needed(loaded, devices, plan))
-        code, report = train(
-            loaded,
-            signals,
-            steps=steps,
-            devices=devices,
-            plan=plan,
-            resume=_resume(resume),
-            dry_run=dry_run,
-            as_json=as_json,
-            given=(recipe, overrides),
-        )
+        if note is None:
+            take_type(loaded, plan)
+            start_jax(cpu_devices_needed(loaded, devices, plan))
+        else:
+            start_jax(note.here.num_devices)
+        try:
+            code, report = train(
+                loaded,
+                signals,
+                steps=steps,
+                devices=devices,
+                plan=plan,
+                resume=_resume(resume),
+                dry_run=dry_run,
+                as_json=as_json,
+                given=(recipe, overrides),
+                note=note,
+            )
+        except Exception as error:
+            if note is None or note.failed or not (Path(note.run) / relaunch.FILE_NAME).exists():
+                raise
+            console.error(f"cannot go on on {note.here.plan.grid}, going back: {relaunch.why(error)}")
+            note.turned_back(f"it failed there: {relaunch.why(error)}").write()
+            code, report = EXIT_RELAUNCH, {"run_dir": note.run}
+    if code == EXIT_RELAUNCH and not relaunch.is_supervised():
+        relaunch.go_on(Path(report["run_dir"]), again)
     if as_json:
         console.emit_json(report)
     ctx.exit(code)
 
 
+def take_type(recipe: "Recipe", plan: Plan | None) -> None:
+    """Let this process stand for the virtual CPU type that the run begins on, unless the environment says one."""
+    from arena_jax.device_type import ENV_TYPE
+    from arena_jax.grid import CATALOGUE
+
+    target = plan.grid if plan is not None else recipe.plan.grid and parse_target(recipe.plan.grid)
+    if not target or os.environ.get(ENV_TYPE):
+        return
+    row = CATALOGUE[_type_of(target)]
+    if row.platform == "cpu" and row.name != "cpu":
+        os.environ[ENV_TYPE] = row.name
+
+
 def cpu_devices_needed(recipe: "Recipe", devices: int | None, plan: Plan | None) -> int:
-    """How many virtual devices a CPU must be split into: as many as anything in the run will ask for."""
+    """How many virtual devices a CPU must be split into: as many as anything in the run will ask for.
+
+    A type whose devices have cores of their own gets no more than it starts with: growing takes another process.
+    """
+    from arena_jax.device_type import cpu_type
+
+    if cpu_type().threads is not None:
+        if plan is not None:
+            return plan.grid.num_devices
+        return devices or (1 if recipe.plan.grid is None else parse_target(recipe.plan.grid).num_devices)
     wanted = [devices or recipe.cpu_devices]
     if recipe.hook.file or recipe.hook.socket not in ("auto", "off"):  # so that the run can grow
         wanted.append(recipe.cpu_devices)
@@ -93,7 +138,7 @@ def cpu_devices_needed(recipe: "Recipe", devices: int | None, plan: Plan | None)
         from arena_jax.runtime.hooks import read_script
 
         targets = [request.target for _, request in read_script(recipe.hook.script)]
-        wanted += [target.num_devices for target in targets if isinstance(target, GridShape | Allocation)]
+        wanted += [t.num_devices for t in targets if isinstance(t, GridShape | Allocation) and _type_of(t) == "cpu"]
     return max(wanted)
 
 
@@ -105,13 +150,17 @@ def start_jax(num_cpu_devices: int) -> None:
     import jax
 
     from arena_jax import home
+    from arena_jax.device_type import cpu_type, take_cores
 
+    take_cores(num_cpu_devices)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         # Refused where jax is running already, as in a notebook; then there are as many as there are.
         with suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", num_cpu_devices)
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        jax.config.update("jax_compilation_cache_dir", str(home.compile_cache()))
+        device_type = cpu_type()
+        own = "" if device_type.threads is None else device_type.name
+        jax.config.update("jax_compilation_cache_dir", str(home.compile_cache(own)))
         # By default jax stores only what took long to compile; a pipeline is many small programs.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -128,11 +177,13 @@ def train(
     dry_run: bool,
     as_json: bool,
     given: tuple[str, Sequence[str]] | None = None,
+    note: "Note | None" = None,
 ) -> tuple[int, dict[str, Any]]:
     """Train, and return the exit code and what ``--json`` prints.
 
     Args:
         given: name and overrides from which another process can load the same recipe.
+        note: what the process left that this one goes on from.
     """
     from arena_jax.job import build
 
@@ -140,16 +191,24 @@ def train(
     signals.check("building the model")
     planner = make_planner(job)
     signals.check("tracing the model")
-    target = plan.grid if plan is not None else _target(recipe, planner, devices)
+    if note is not None:
+        plan = None
+    here = note.here.plan if note is not None else plan
+    target = here.grid if here is not None else _target(recipe, planner, devices)
     planner.check_fits(target.allocation if isinstance(target, GridShape) else target)
     if dry_run:
         return 0, _dry_run(job, planner, target, plan, as_json=as_json)
     # `steps=N` is another recipe, whose schedule ends earlier; `--steps N` is the beginning of this one.
     num_steps = job.steps if steps is None else steps
-    run = _run_directory(recipe, resume, num_steps)
+    run = _run_directory(recipe, resume, num_steps) if note is None else _run_of(note, recipe)
+    if note is None:
+        from arena_jax.relaunch import forget
+
+        forget(run.path)
     try:
-        with _hook(recipe, run) as hook:
-            return _train(job, planner, target, plan, run, num_steps, signals, hook, _warm(recipe, planner, given))
+        with _hook(recipe, run, note) as hook:
+            warm = _warm(planner, given)
+            return _train(job, planner, target, plan, run, num_steps, signals, hook, warm, note)
     finally:
         run.close()
 
@@ -164,9 +223,11 @@ def _train(
     signals: "StopSignals",
     hook: SchedulerHook | None,
     warm: "WarmProcess | None",
+    note: "Note | None",
 ) -> tuple[int, dict[str, Any]]:
     from arena_jax.cli.progress import Progress
     from arena_jax.fit import model_leaves
+    from arena_jax.relaunch import Departure
     from arena_jax.runtime.contract import LoopOptions
     from arena_jax.runtime.feed import Feed
     from arena_jax.training import Training, run_training
@@ -174,7 +235,19 @@ def _train(
     recipe = job.recipe
     tracker = _tracker(recipe)
     evals: list[dict[str, Any]] = []
-    console.note(f"run {run.path}" + (f", resuming at step {run.resume_step}" if run.resume_step is not None else ""))
+    elsewhere = None
+    if warm is not None:
+        elsewhere = Departure(
+            run.path,
+            warm,
+            num_devices=len(planner.devices),
+            device_type=_type_of(target),
+            before=note,
+            first_step=run.resume_step or 0,
+        )
+    if note is None:
+        resuming = f", resuming at step {run.resume_step}" if run.resume_step is not None else ""
+        console.note(f"run {run.path}{resuming}")
     with Progress(num_steps, name=job.name) as progress:
         trained = run_training(
             Training(
@@ -200,12 +273,21 @@ def _train(
                 tracker=tracker,
                 hook=hook,
                 warm=warm,
-                callbacks=(progress, lambda event: evals.append(event) if event["kind"] == "eval" else None),
+                elsewhere=elsewhere,
+                note=note,
+                callbacks=(
+                    progress,
+                    lambda event: evals.append(event) if event["kind"] == "eval" else None,
+                    _keep_to_cores,
+                    *([] if elsewhere is None else [elsewhere.on_event]),
+                ),
                 record={"recipe": recipe.to_yaml(), "params": recipe.resolved()},
                 signals=signals,
             )
         )
-    report = _report(job, trained, run)
+    if trained.outcome.stop_reason == "relaunch":
+        return EXIT_RELAUNCH, _report(job, trained, run, note)
+    report = _report(job, trained, run, note)
     if evals:
         report["eval"] = evals[-1]["metrics"]
     _say(report, tracker)
@@ -246,22 +328,23 @@ def _dry_run(
     }
 
 
-def _report(job: "Job", trained: "Trained", run: "RunDirectory") -> dict[str, Any]:
-    """The object of ``--json``; ``losses`` has one entry per step of this invocation."""
+def _report(job: "Job", trained: "Trained", run: "RunDirectory", note: "Note | None") -> dict[str, Any]:
+    """The object of ``--json``; ``losses`` has one entry per step of this invocation, in whatever processes."""
     outcome = trained.outcome
     plan = outcome.program.plan
+    before = () if note is None else note.history
     times = [record.step_time_s for record in outcome.history]
     step_time_s = statistics.median(times) if times else None
     return {
         "steps": outcome.step,
-        "first_step": trained.first_step,
-        "losses": [record.loss for record in outcome.history],
+        "first_step": trained.first_step if note is None else note.first_step,
+        "losses": [*(loss for loss, _ in before), *(record.loss for record in outcome.history)],
         "step_time_s": step_time_s,
         "tokens_or_samples_per_s": job.items_per_batch[0] / step_time_s if step_time_s else None,
         "estimated_step_time_s": outcome.estimated_step_time_s,
         "plan_id": plan.plan_id,
         "grid": str(plan.grid),
-        "swaps": [swap.to_json() for swap in outcome.swaps],
+        "swaps": [*(() if note is None else note.swaps), *(swap.to_json() for swap in outcome.swaps)],
         "run_id": trained.run_id,
         "run_dir": str(run.path),
         "checkpoint_dir": str(run.checkpoints),
@@ -336,8 +419,29 @@ def _tracker(recipe: "Recipe") -> "MLflowTracker | None":
     return MLflowTracker(recipe.tracking.uri, experiment=recipe.tracking.experiment)
 
 
+def _run_of(note: "Note", recipe: "Recipe") -> "RunDirectory":
+    """The directory of the run that goes on; what is resumed is the note's state, not a checkpoint."""
+    from arena_jax.runtime.rundir import open_run
+
+    run = open_run(Path(note.run), name=recipe.name, resume="auto")
+    run.resume_step = None
+    return run
+
+
+def _keep_to_cores(event: Mapping[str, Any]) -> None:
+    """After a change of plan: a type whose devices have cores of their own uses those of the devices in use."""
+    if event["kind"] == "plan":
+        from arena_jax.device_type import take_cores
+
+        take_cores(GridShape.parse(event["grid"]).num_devices)
+
+
+def _type_of(target: GridShape | Allocation) -> str:
+    return (target.allocation if isinstance(target, GridShape) else target).device_type
+
+
 @contextmanager
-def _hook(recipe: "Recipe", run: "RunDirectory") -> "Iterator[SchedulerHook | None]":
+def _hook(recipe: "Recipe", run: "RunDirectory", note: "Note | None") -> "Iterator[SchedulerHook | None]":
     """What may change the run's allocation."""
     from arena_jax.control import ControlSocket
     from arena_jax.runtime.hooks import FileHook, ScriptedHook
@@ -354,7 +458,8 @@ def _hook(recipe: "Recipe", run: "RunDirectory") -> "Iterator[SchedulerHook | No
         return
     else:
         try:
-            hook = ControlSocket(run.path, None if section.socket == "auto" else section.socket)
+            path = None if section.socket == "auto" else section.socket
+            hook = ControlSocket(run.path, path, pending=None if note is None else note.request())
         except UsageError as error:
             if section.socket != "auto":
                 raise
@@ -367,7 +472,7 @@ def _hook(recipe: "Recipe", run: "RunDirectory") -> "Iterator[SchedulerHook | No
         hook.close()
 
 
-def _warm(recipe: "Recipe", planner: "Planner", given: tuple[str, Sequence[str]] | None) -> "WarmProcess | None":
+def _warm(planner: "Planner", given: tuple[str, Sequence[str]] | None) -> "WarmProcess | None":
     """A process that compiles ahead; on accelerators, which it could not open, and without a recipe none."""
     from arena_jax.warm import WarmProcess
 

@@ -21,9 +21,11 @@ _FORMAT = 1
 _MEMORY_SHARE = 0.8
 
 
-def measured_cpu(row: DeviceType, num_devices: int) -> DeviceType:
-    """The catalogue's ``cpu`` row with this node's measured rates, split over ``num_devices``."""
+def measured_cpu(row: DeviceType, num_devices: float) -> DeviceType:
+    """A CPU row with this node's measured rates, split over ``num_devices`` or by the threads of its own."""
     rates = node_rates()
+    if row.threads is not None:
+        num_devices = max(1.0, rates["cores"]) / row.threads  # of which the node would hold so many
     return replace(
         row,
         peak_flops={"float32": rates["float32"] / num_devices, "float64": rates["float64"] / num_devices},

@@ -27,6 +27,8 @@ from arena_jax.grid import (
 
 MAX_STAGES = 8
 MAX_MICROBATCHES = 32
+# How a reason ends that only another type or precision takes away.
+PINNED = "the run's precision is pinned"
 # More than any device has.
 UNLIMITED_BYTES = 1 << 60
 
@@ -64,8 +66,12 @@ def plan_problem(
     interrupted = False
     try:
         for grid, hardware in grids:
+            lacking = _lacking(analysis, hardware)
             for m in choices:
-                rows[grid, m] = plan_grid(analysis, grid, hardware, constraints, m)
+                if lacking:
+                    rows[grid, m] = IndexRow(grid=grid, num_microbatches=m, plan=None, estimate=None, reason=lacking)
+                else:
+                    rows[grid, m] = plan_grid(analysis, grid, hardware, constraints, m)
     except KeyboardInterrupt:
         interrupted = True
     done = [grid for grid, _ in grids if all((grid, m) in rows for m in choices)]
@@ -94,6 +100,20 @@ def plan_problem(
     if interrupted:
         raise SearchInterrupted(index)
     return index
+
+
+def _lacking(analysis: Analysis, hardware: Hardware) -> str:
+    """Why a device type cannot honour the dtypes that the job computes in; empty where it can."""
+    if not hardware.device.lacks:
+        return ""
+    used = {leaf.dtype for leaf in analysis.problem.leaves} | {
+        out.aval.dtype for eqn in analysis.trace.jaxpr.eqns for out in eqn.outvars if hasattr(out.aval, "dtype")
+    }
+    names = {str(dtype) for dtype in used} | {analysis.problem.precision.accumulation}
+    missing = sorted(names.intersection(hardware.device.lacks))
+    if not missing:
+        return ""
+    return f"{hardware.device.name} has no {' or '.join(missing)} arithmetic, and {PINNED}"
 
 
 def _at_least_s(analysis: Analysis, hardware: Hardware) -> float:

@@ -5,10 +5,12 @@ A row holds datasheet facts only. What a device reaches in practice is the cost 
 ``[networks.NAME]`` tables say what joins devices and nodes (:meth:`Catalogue.with_networks`).
 """
 
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from arena_jax.errors import UsageError, nearest
@@ -20,6 +22,9 @@ ALIASES: Mapping[str, str] = {
     "h100": "h100-sxm",
 }
 
+
+# A cluster file whose types every process of a run knows.
+ENV_CLUSTER = "ARENA_JAX_CLUSTER"
 
 INTRA_NODE_LINKS = ("nvlink-switch", "nvlink-mesh", "pcie", "ici", "memory")
 INTER_NODE_LINKS = ("infiniband", "ethernet", "ici")
@@ -69,6 +74,7 @@ class DeviceType:
         price_per_hour: US dollars per device-hour on demand where public, else ``None``.
         platform: the jax platform that drives it (``cpu``, ``cuda``, ``tpu``).
         threads: CPU types only: threads per device, ``None`` to share the node's cores.
+        lacks: dtypes that the hardware has no arithmetic for; a run that is pinned to one cannot go there.
         source: where the numbers come from.
         sources: fields whose number has another source than ``source``, and which.
     """
@@ -94,10 +100,14 @@ class DeviceType:
     price_per_hour: float | None = None
     platform: str = "cuda"
     threads: int | None = None
+    lacks: tuple[str, ...] = ()
     source: str = ""
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.lacks, list | tuple) or not all(isinstance(name, str) for name in self.lacks):
+            raise UsageError(f"types.{self.name}: lacks is {self.lacks!r}", hint='give dtypes, such as ["bfloat16"]')
+        object.__setattr__(self, "lacks", tuple(self.lacks))
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -212,7 +222,15 @@ class Catalogue:
 def _load() -> Catalogue:
     text = files("arena_jax.grid").joinpath("catalogue.toml").read_text(encoding="utf-8")
     tables = tomllib.loads(text)
-    return Catalogue({name: DeviceType(name=name, **row) for name, row in tables.items()})
+    own = Catalogue({name: DeviceType(name=name, **row) for name, row in tables.items()})
+    path = os.environ.get(ENV_CLUSTER)
+    if not path:
+        return own
+    try:
+        cluster = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{ENV_CLUSTER}: cannot read {path!r}: {error}") from error
+    return own.extended(cluster.get("types", {})).with_networks(cluster.get("networks", {}))
 
 
 CATALOGUE = _load()

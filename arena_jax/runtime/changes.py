@@ -57,6 +57,7 @@ class PlanChanges:
         self._made: Request | None = None
         self._refused: Request | None = None
         self._retry_at_s = 0.0
+        self._unreachable: dict[GridShape | Allocation, str] = {}
 
     @property
     def pending(self) -> Request | None:
@@ -87,6 +88,10 @@ class PlanChanges:
         # For the devices it has, a job stays with its number of stages.
         if request == self._made or (target in (grid, grid.allocation) and request.devices == devices):
             return True
+        if target in self._unreachable:
+            self._refused, self._retry_at_s = request, time.monotonic() + _RETRY_S
+            self._scheduler.refuse(f"cannot go to {target}: {self._unreachable[target]}")
+            return False
         if self._ahead is None:
             self._refuse(request, "this run cannot change its plan")
             return False
@@ -133,6 +138,11 @@ class PlanChanges:
         if self._request is not None and self._ahead is not None:
             self._ahead.drop()
         self._request = self._work = self._free_by_s = None
+
+    def cannot_reach(self, target: GridShape | Allocation, why: str) -> None:
+        """Report a target that failed in a process of its own; it is not tried again."""
+        self._unreachable[target] = why
+        self._refuse(Request(target=target), why)
 
     def failed(self, request: Request, error: Exception) -> None:
         """Report that a change that was due could not be made."""

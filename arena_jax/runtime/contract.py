@@ -71,6 +71,22 @@ class Relaunch:
     prepared: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """A training that comes from another process, at its first step boundary here.
+
+    Attributes:
+        request_id: of the request that led here.
+        swap: the change of plan; ``None`` where it failed and the training is back where it was.
+        target, failed: what could not be reached, and why.
+    """
+
+    request_id: str | None
+    swap: "Swap | None"
+    target: "GridShape | Allocation"
+    failed: str = ""
+
+
 class Elsewhere(Protocol):
     """What takes a training to devices that its process does not have: more of them, or another type."""
 

@@ -91,6 +91,10 @@ class SchedulerLine:
             return None
         return [grid for grid in call.result or () if isinstance(grid, GridShape | Allocation)]
 
+    def resume(self, request_id: str | None) -> None:
+        """Reports answer this request, which another process took."""
+        self._request_id = request_id
+
     def refuse(self, message: str) -> None:
         """Tell the scheduler with the next report that a request could not be met."""
         self._refused = (*self._refused, message)

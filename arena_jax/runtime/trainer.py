@@ -20,6 +20,7 @@ from arena_jax.runtime.changes import Due, PlanChanges
 from arena_jax.runtime.checkpoint import CheckpointStore, Saved
 from arena_jax.runtime.checkpoint_info import CheckpointInfo
 from arena_jax.runtime.contract import (
+    Arrival,
     Compiled,
     Elsewhere,
     LoopOptions,
@@ -99,8 +100,11 @@ class Trainer:
         self._history: list[StepRecord] = []
         self._swaps: list[Swap] = []
 
-    def run(self, state: Any, *, first_step: int = 0) -> Outcome:
+    def run(self, state: Any, *, first_step: int = 0, arrival: Arrival | None = None) -> Outcome:
         """Train from ``state``, which has ``first_step`` completed steps and is used up.
+
+        Args:
+            arrival: where the state comes from another process.
 
         Raises:
             NonFiniteLossError: after the save under way, if any, is complete.
@@ -112,6 +116,8 @@ class Trainer:
             if self._ahead is not None:
                 self._ahead.run_under(self._compiled.program)
                 self._ahead.keep(self._compiled, None)
+            if arrival is not None:
+                self._arrive(arrival)
             try:
                 reason = self._train(signals)
                 self._drain()
@@ -452,6 +458,18 @@ class Trainer:
             due = replace(due, request=replace(due.request, reason=due.request.reason or "pause"))
             self._adopt(due, compiled, stall_s=time.perf_counter() - began_s)
             return None
+
+    def _arrive(self, arrival: Arrival) -> None:
+        """Tell everybody what came of the request that this process was started for."""
+        self._scheduler.resume(arrival.request_id)
+        if arrival.swap is None:
+            self._changes.cannot_reach(arrival.target, arrival.failed)
+        else:
+            self._swaps.append(arrival.swap)
+            self._journal.emit("swap", **arrival.swap.to_json())
+            self._journal.plan(self._compiled.plan, step=self._step, reason="swap", compiled=self._compiled)
+        self._report("running")
+        self._inflight.restart_clock()
 
     def _report(self, state: str) -> None:
         if state == "running" and self._changes.pending is not None:

@@ -130,13 +130,15 @@ def itemsize_of(dtype: str) -> int:
 def hardware_of(allocation: Allocation, catalogue: Catalogue = CATALOGUE) -> Hardware:
     """Look a type up, with what the profile store knows of it; ``cpu`` is what was measured on this machine."""
     device = catalogue[allocation.device_type]
-    if device.platform == "cpu" and device.threads is None:
+    # A virtual type without rates of its own has its threads' share of this machine's.
+    if device.platform == "cpu" and (device.threads is None or device.peak_flops == CATALOGUE["cpu"].peak_flops):
         from arena_jax.compiler.cpu import measured_cpu
 
         device = measured_cpu(device, allocation.num_devices)
     from arena_jax.compiler.measured import measured
 
-    known = measured(device.name, allocation.num_devices if device.platform == "cpu" else None)
+    shared = device.platform == "cpu" and device.threads is None
+    known = measured(device.name, allocation.num_devices if shared else None)
     return Hardware(
         device=device,
         allocation=allocation,
