@@ -17,11 +17,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arena_jax.errors import ArenaError
 from arena_jax.grid import Allocation, GridShape, Plan, parse_target
+from arena_jax.relaunch import ENV_NOTE, import_path
 
 if TYPE_CHECKING:
     from arena_jax.planner import Candidate
@@ -128,7 +128,7 @@ class WarmProcess:
 
 def _start(task: dict[str, Any], stdout: Any) -> "subprocess.Popen[bytes]":
     environment = {k: v for k, v in (os.environ | task["environment"]).items() if v is not None}
-    environment.pop("ARENA_JAX_RELAUNCH", None)  # a note to this process
+    environment.pop(ENV_NOTE, None)  # a note to this process
     return subprocess.Popen(
         [sys.executable, "-m", "arena_jax.warm", json.dumps(task)],
         stdin=subprocess.DEVNULL,
@@ -151,12 +151,6 @@ def _wait(process: "subprocess.Popen[bytes]", cancelled: Callable[[], bool]) -> 
             return False
         time.sleep(_POLL_S)
     return True
-
-
-def import_path() -> str:
-    """A PYTHONPATH under which a process runs the same code, installed or not."""
-    root = str(Path(__file__).resolve().parents[1])
-    return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 
 
 def main(task: dict[str, Any]) -> None:

@@ -225,9 +225,9 @@ def _train(
     warm: "WarmProcess | None",
     note: "Note | None",
 ) -> tuple[int, dict[str, Any]]:
+    from arena_jax.cli.departure import Departure
     from arena_jax.cli.progress import Progress
     from arena_jax.fit import model_leaves
-    from arena_jax.relaunch import Departure
     from arena_jax.runtime.contract import LoopOptions
     from arena_jax.runtime.feed import Feed
     from arena_jax.training import Training, run_training
