@@ -31,7 +31,7 @@ RESULTS = ROOT / "benchmarks/results"
 
 # Policies by what they see: those marked * use remaining steps.
 EVENTS = ("arena", "fcfs-elastic-any", "arena-paper", "sia", "sia-negative", "elasticflow-loose", "fcfs-elastic",
-          "fcfs",           "fcfs-backfill", "srtf", "tiresias", "gavel", "gavel-throughput")  # fmt: skip
+          "fcfs", "fcfs-backfill", "srtf", "tiresias", "gavel", "gavel-throughput")  # fmt: skip
 PAPER = ("sia@paper", "sia-negative@paper", "gavel@paper", "gavel-throughput@paper", "arena-paper@paper")
 USES_REMAINING = {"arena", "srtf", "elasticflow-loose", "elasticflow", "fcfs-elastic", "fcfs-elastic-any"}
 
@@ -64,7 +64,7 @@ def cases(num_seeds: int) -> Iterator[Case]:
     for scale in (10, 20, 4):
         scenario = of("helios_venus", arrival_scale=float(scale))
         yield Case(name=f"helios-{scale}x", scenario=scenario, policies=everyone, seeds=seeds)
-    rivals = ("arena", "sia", "sia@paper", "fcfs-elastic-any")
+    rivals = ("arena", "sia", "sia@paper", "sia-negative", "arena-paper", "fcfs-elastic-any")
     at10 = of("helios_venus", arrival_scale=10.0)
     for name, changes, note in (
         ("error-20", {"error": 0.2}, "20 % log-normal error on every estimate; nothing becomes known by running"),
@@ -85,8 +85,8 @@ def cases(num_seeds: int) -> Iterator[Case]:
     yield Case(
         name="deadlines",
         scenario=hurried,
-        policies=("arena", "sia", "fcfs-elastic-any", "elasticflow-loose", "srtf"),
-        seeds=seeds[:3],
+        policies=(*rivals, "elasticflow-loose", "srtf", "gavel@paper"),
+        seeds=seeds,
         bound=False,
         note="30 % of the jobs have deadlines; misses counted, nobody turned away",
     )
@@ -94,7 +94,7 @@ def cases(num_seeds: int) -> Iterator[Case]:
         name="deadlines-strict",
         scenario=hurried,
         policies=("elasticflow",),
-        seeds=seeds[:3],
+        seeds=seeds,
         bound=False,
         note="strict ElasticFlow turns away jobs whose deadline it cannot promise: not comparable",
     )
@@ -122,10 +122,14 @@ def itp(name: str, nodes: dict[str, tuple[int, int]]) -> Case:
         "arena-paper",
         "sia",
         "sia@paper",
+        "sia-negative",
+        "elasticflow-loose",
+        "fcfs-elastic",
+        "fcfs-backfill",
         "fcfs",
         "srtf",
         "tiresias",
-        "elasticflow-loose",
+        "gavel@paper",
     )
     return Case(name=name, scenario=scenario, policies=policies, bound=False, note=note)
 

@@ -8,6 +8,8 @@ that pays its charges, and a decision touches only what the event makes worth to
 
 import numpy as np
 
+from arena_jax.scheduler.policies._givers import Givers
+
 _EPS = 1e-9
 
 
@@ -35,12 +37,14 @@ class Moves:
         num_jobs, self.none = value.shape
         # One more column for "not running": worth nothing, needs nothing.
         self.value = np.concatenate([value, np.zeros((num_jobs, 1))], axis=1)
+        self._offered = value
         self.types = np.append(type_of, -1)
         self.devices = np.append(num_devices, 0)
         self.column = np.where(column < 0, self.none, column)
         self.free = free.astype(np.int64).copy()
         self.settled = settled
         self._rows = np.arange(num_jobs)
+        self._givers = Givers(self.value, self.column, self.types, self.devices, settled)
 
     @property
     def total(self) -> float:
@@ -51,11 +55,10 @@ class Moves:
         """Try the ``most`` moves of largest gain net of prices; ``slack`` admits some that look slightly bad."""
         rent = np.append(prices[self.types[:-1]] * self.devices[:-1], 0.0)
         now = self.value[self._rows, self.column]
-        gain = self.value[:, :-1] - rent[:-1]
+        gain = self._offered - rent[:-1]
         gain -= (now - rent[self.column])[:, None]
-        gain[self.value[:, :-1] <= now[:, None] + _EPS] = -np.inf
         flat = gain.ravel()
-        candidates = np.flatnonzero(flat > -slack)
+        candidates = np.flatnonzero((gain > -slack) & (self._offered > (now + _EPS)[:, None]))
         if len(candidates) > most:
             candidates = candidates[np.argpartition(-flat[candidates], most)[:most]]
         candidates = candidates[np.argsort(-flat[candidates], kind="stable")]
@@ -118,6 +121,7 @@ class Moves:
         if column != self.none:
             self.free[self.types[column]] -= self.devices[column]
         self.column[job] = column
+        self._givers.moved(job)
 
     def _move(self, job: int, column: int) -> bool:
         gain = self.value[job, column] - self.value[job, self.column[job]]
@@ -125,7 +129,7 @@ class Moves:
             return False
         short = self._short(job, column)
         if short > 0:
-            victims = self._victims(job, column, short, float(gain))
+            victims = self._givers.give(job, int(self.types[column]), short, float(gain), self.free)
             if victims is None:
                 return False
             self.set(job, self.none)
@@ -133,56 +137,3 @@ class Moves:
                 self.set(victim, to)
         self.set(job, column)
         return True
-
-    def _victims(self, job: int, column: int, short: int, gain: float) -> list[tuple[int, int]] | None:
-        """Who gives up ``short`` devices of the column's type, losing less than ``gain`` in all."""
-        k = self.types[column]
-        pool = np.flatnonzero(self.types[self.column] == k)
-        pool = pool[(pool != job) & ~self.settled[pool]]
-        held = self.column[pool]
-        has, worth = self.devices[held], self.value[pool, held]
-        room = np.append(self.free, np.iinfo(np.int64).max)  # type -1 is "not running"
-        own = self.column[job]
-        if own != self.none and self.types[own] != k:
-            room[self.types[own]] += self.devices[own]
-        same = self.types == k
-        possible = np.where(
-            same[None, :], self.devices[None, :] < has[:, None], (self.devices <= room[self.types])[None, :]
-        )
-        loss = np.where(possible, worth[:, None] - self.value[pool], np.inf)
-        freed = has[:, None] - np.where(same, self.devices, 0)[None, :]
-        room_for = room[self.types]
-        one = _one_victim(loss, freed, short)
-        per_device = loss / np.minimum(np.maximum(freed, 1), short)
-        option = per_device.argmin(axis=1)
-        each = np.arange(len(pool))
-        order = np.argsort(per_device[each, option], kind="stable")
-        # Whoever alone frees enough at the least loss is the answer to beat.
-        limit = gain if one is None else min(gain, float(loss[one]))
-        chosen: list[tuple[int, int]] = []
-        lost, got = 0.0, 0
-        for i in order:
-            to = int(option[i])
-            if to != self.none and self.types[to] != k:
-                if self.devices[to] > room_for[to]:
-                    continue
-                room_for = np.where(self.types == self.types[to], room_for - self.devices[to], room_for)
-            lost += float(loss[i, to])
-            if lost >= limit - _EPS:
-                break
-            got += int(freed[i, to])
-            chosen.append((int(pool[i]), to))
-            if got >= short:
-                return chosen
-        if one is not None and float(loss[one]) < gain - _EPS:
-            return [(int(pool[one[0]]), int(one[1]))]
-        return None
-
-
-def _one_victim(loss: np.ndarray, freed: np.ndarray, short: int) -> tuple[int, int] | None:
-    """The (victim, option) of least loss that frees enough by itself."""
-    if not loss.size:
-        return None
-    alone = np.where(freed >= short, loss, np.inf)
-    victim, option = divmod(int(alone.argmin()), loss.shape[1])
-    return (victim, option) if np.isfinite(alone[victim, option]) else None

@@ -27,7 +27,7 @@ def update(
 ) -> np.ndarray:
     """New prices per type from the last ones, in at most ``max_steps`` multiplicative steps."""
     stride = -(-len(value) // _SAMPLE)
-    sample = np.ascontiguousarray(value[::stride].T)  # columns x jobs: short loops over long rows
+    sample = np.ascontiguousarray(value[::stride])
     devices = num_devices.astype(float)
     room = np.maximum(capacity.astype(float), 1.0)
     scale = stride / room
@@ -49,14 +49,9 @@ def update(
 def _demand(
     value: np.ndarray, rent: np.ndarray, type_of: np.ndarray, devices: np.ndarray, num_types: int
 ) -> np.ndarray:
-    best = np.zeros(value.shape[1])
-    wanted = np.full(value.shape[1], -1)
-    for c in range(len(rent)):
-        net = value[c] - rent[c]
-        better = net > best
-        best[better] = net[better]
-        wanted[better] = c
-    wanted = wanted[wanted >= 0]
+    net = value - rent
+    best = net.argmax(axis=1)
+    wanted = best[net[np.arange(len(net)), best] > 0]
     return np.bincount(type_of[wanted], weights=devices[wanted], minlength=num_types)
 
 

@@ -8,6 +8,7 @@ allocation is a small part of a type, prices alone come close (see :func:`price_
 neither needed nor affordable: ``budget`` bounds the table entries computed in a decision.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
@@ -45,13 +46,13 @@ def repack(moves: Moves, bound: float, *, within: float, budget: float, rounds: 
 
 def _subsets(moves: Moves, budget: float) -> Iterator[tuple[tuple[int, ...], int]]:
     """Which types to deal out together, and the unit devices are counted in, as far as ``budget`` goes."""
-    room = _room(moves)
-    num_columns = np.bincount(moves.types[:-1], minlength=len(room))
+    room = _room(moves).tolist()
+    num_columns = np.bincount(moves.types[:-1], minlength=len(room)).tolist()
 
     def entries(subset: Sequence[int], unit: int) -> float:
         """Table entries that :func:`deal` computes at most."""
-        types = list(subset)
-        return float(np.prod(room[types] // unit + 1.0)) * len(moves.value) * int(num_columns[types].sum())
+        states = math.prod(room[k] // unit + 1.0 for k in subset)
+        return states * len(moves.value) * sum(num_columns[k] for k in subset)
 
     everything = tuple(range(len(room)))
     for unit in _UNITS:
