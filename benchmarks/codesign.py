@@ -6,25 +6,26 @@
 (c) rigid   - best plans of all types, no change after the start
 (d) all     - everything
 
+At 1x and 10x arrivals with 40 s a change, and at 10x with the charges that `benchmarks/hot_swap.py` measured.
+
     python -m benchmarks.codesign [--seeds 5]
 """
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from arena_jax.scheduler import Scenario, Simulator, Workload, load_trace, summary
+from arena_jax.scheduler import RestartCosts, Scenario, Simulator, Workload, load_trace, summary
 from arena_jax.scheduler.policies import Arena
 from arena_jax.scheduler.tables import artifact_cluster, load_artifact
-from benchmarks._machine import describe
+from benchmarks._report import table, write
 from benchmarks.policies import DATA, RESULTS, ROOT, once
 
 VARIANTS = ("static", "own", "rigid", "all")
-METRICS = ("mean_jct_s", "mean_queue_s", "samples_per_s", "peak_samples_per_s")
 SCALES = (1, 10)
 
 
@@ -50,6 +51,19 @@ def run(scenario: Scenario, variant: str) -> dict[str, Any]:
     return summary(Simulator(workload, Arena(resize=variant != "rigid"), settings).run())
 
 
+def measured_costs(path: Path = RESULTS / "hot_swap.json") -> tuple[RestartCosts, str]:
+    """Charges as `benchmarks/hot_swap.py` measured them, and what they are in words.
+
+    Shrinking is a swap inside the process: the stall and what the first step took beyond the others, median of
+    all changes. Everything else ends a process and starts one: checkpoint and restart.
+    """
+    tasks = json.loads(path.read_text())["tasks"]
+    swap = float(np.median([swap["stall_and_first_step_s"] for task in tasks.values() for swap in task["swaps"]]))
+    relaunch = float(np.median([task["restart_s"] for task in tasks.values()]))
+    costs = replace(RestartCosts.uniform(round(relaunch, 2)), shrink=round(swap, 2))
+    return costs, f"{costs.shrink} s to shrink, {costs.start} s for all else, as measured ({', '.join(tasks)})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
@@ -60,62 +74,44 @@ def main() -> None:
     cluster = artifact_cluster()
     profiles = load_artifact(DATA / "arena_artifact/measured_iteration_seconds.csv", cluster)
     jobs = tuple(load_trace(DATA / "arena_artifact/traces/helios_venus.csv"))
-    data: dict[str, Any] = {"machine": describe(), "restart_s": 40, "scales": {}}
+    measured, in_words = measured_costs()
+    cases = [(scale, RestartCosts(), "40 s a change") for scale in SCALES] + [(10, measured, in_words)]
+    data: dict[str, Any] = {"cases": []}
     lines = [
-        "# What co-design is worth",
-        "",
-        f"{describe()}. Made by `python -m benchmarks.codesign`: arena on `helios_venus`, {args.seeds} seeds,",
-        "to completion, 40 s a change. The clock charges each allocation's best plan; the variants differ in what",
-        "the policy knows or may do (see the script). Ratios to *all*, means over seeds; samples/s over the whole run.",
+        f"Made by `python -m benchmarks.codesign`: arena on `helios_venus`, {args.seeds} seeds, to completion.",
+        "The clock charges each allocation's best plan; the variants differ in what the policy knows or may do",
+        "(see the script). Ratios to *all*, means over seeds; samples/s over the whole run.",
     ]
-    for scale in SCALES:
+    for scale, costs, words in cases:
         found: dict[str, list[dict[str, Any]]] = {}
         for variant in VARIANTS:
             for seed in range(args.seeds):
-                scenario = Scenario(
-                    jobs=jobs, cluster=cluster, profiles=profiles, arrival_scale=float(scale), seed=seed
-                )  # type: ignore[arg-type]
-                path = cache / f"{scale}x.{variant}.{seed}.json"
+                scenario = Scenario(jobs=jobs, cluster=cluster, profiles=profiles, costs=costs,
+                                    arrival_scale=float(scale), seed=seed)  # type: ignore[arg-type]  # fmt: skip
+                charge = "" if costs == RestartCosts() else f".{costs.shrink}-{costs.start}"
+                path = cache / f"{scale}x.{variant}.{seed}{charge}.json"
                 once(path, lambda s=scenario, v=variant: run(s, v))
                 found.setdefault(variant, []).append(json.loads(path.read_text()))
-        data["scales"][scale] = found
-        lines += ["", f"## Arrivals at {scale}x", ""]
-        head = [
-            "variant",
-            "mean JCT s",
-            "ratio",
-            "queue s",
-            "samples/s",
-            "ratio",
-            "peak samples/s",
-            "ratio",
-            "p99 JCT s",
-            "restarts",
-        ]
-        lines += ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-        mean = {
-            v: {k: float(np.mean([r[k] for r in runs])) for k in (*METRICS, "p99_jct_s", "restarts_per_job")}
-            for v, runs in found.items()
-        }
-        whole = mean["all"]
-        for variant, row in mean.items():
-            cells = [
-                variant,
-                f"{row['mean_jct_s']:,.0f}",
-                f"{row['mean_jct_s'] / whole['mean_jct_s']:.2f}",
-                f"{row['mean_queue_s']:,.0f}",
-                f"{row['samples_per_s']:,.0f}",
-                f"{row['samples_per_s'] / whole['samples_per_s']:.2f}",
-                f"{row['peak_samples_per_s']:,.0f}",
-                f"{row['peak_samples_per_s'] / whole['peak_samples_per_s']:.2f}",
-                f"{row['p99_jct_s']:,.0f}",
-                f"{row['restarts_per_job']:.1f}",
-            ]
-            lines.append("| " + " | ".join(cells) + " |")
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / "codesign.md").write_text("\n".join(lines) + "\n")
-    (RESULTS / "codesign.json").write_text(json.dumps(data, indent=1) + "\n")
-    print("\n".join(lines))
+        data["cases"].append({"arrival_scale": scale, "charge_s": asdict(costs), "variants": found})
+        lines += ["", f"## Arrivals at {scale}x, {words}", "", *variants(found)]
+    write("codesign", title="What co-design is worth", lines=lines, data=data)
+
+
+def variants(found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """The table of one case."""
+    head = ["variant", "mean JCT s", "ratio", "queue s", "samples/s", "ratio", "peak samples/s", "ratio", "p99 JCT s",
+            "restarts"]  # fmt: skip
+    keys = ("mean_jct_s", "mean_queue_s", "samples_per_s", "peak_samples_per_s", "p99_jct_s", "restarts_per_job")
+    mean = {v: {k: float(np.mean([r[k] for r in runs])) for k in keys} for v, runs in found.items()}
+    rows = []
+    for variant, row in mean.items():
+        cells = [variant]
+        for key in keys:
+            cells.append(f"{row[key]:,.1f}" if key == "restarts_per_job" else f"{row[key]:,.0f}")
+            if key in ("mean_jct_s", "samples_per_s", "peak_samples_per_s"):
+                cells.append(f"{row[key] / mean['all'][key]:.3f}")
+        rows.append(cells)
+    return table(head, rows)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def complete_policy(ctx: click.Context, param: click.Parameter, incomplete: str)
 @click.option(
     "--seed",
     "seeds",
-    type=int,
+    type=click.IntRange(min=0),
     multiple=True,
     help="0 is the trace, k permutes its jobs over the arrivals; repeatable.  [0]",
 )
@@ -88,9 +88,13 @@ def complete_policy(ctx: click.Context, param: click.Parameter, incomplete: str)
     "--deadlines", is_flag=True, help="Give 30 % of the jobs a deadline of 1.5 to 4 times their isolated time."
 )
 @click.option(
-    "--draw-seed", type=int, default=0, show_default=True, help="Seed of models drawn for logs that name none."
+    "--draw-seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Seed of models drawn for logs that name none.",
 )
-@click.option("--workers", type=int, default=0, help="Processes; 0 takes one per core.")
+@click.option("--workers", type=click.IntRange(min=0), default=0, help="Processes; 0 takes one per core.")
 @click.option("--track", metavar="URI", help="Log one MLflow run per simulation to this tracking URI.")
 @console.json_option
 def command(

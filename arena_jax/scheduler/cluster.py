@@ -93,6 +93,12 @@ class Cluster:
         for key in tables:
             if key not in ("nodes", "types", "networks"):
                 raise UsageError(f"{source}: unknown table {key!r}{nearest(key, ('nodes', 'types', 'networks'))}")
+        for key, kind, form in (("nodes", list, "[[nodes]]"), ("types", dict, "[types.NAME]"),
+                                ("networks", dict, "[networks.NAME]")):  # fmt: skip
+            given = tables.get(key, kind())
+            members = given.values() if isinstance(given, dict) else given if isinstance(given, list) else ()
+            if not isinstance(given, kind) or not all(isinstance(member, dict) for member in members):
+                raise UsageError(f"{source}: {key!r} must be tables", hint=f"write {form} and its keys below it")
         catalogue = CATALOGUE.extended(tables.get("types", {})).with_networks(tables.get("networks", {}))
         merged: dict[tuple[str, int], int] = {}
         for i, table in enumerate(tables.get("nodes", ())):
@@ -103,6 +109,8 @@ class Cluster:
                     )
             if "type" not in table:
                 raise UsageError(f"{source}: nodes[{i}] has no 'type'")
+            if not isinstance(table["type"], str):
+                raise UsageError(f"{source}: nodes[{i}].type must be a name, got {table['type']!r}")
             name = catalogue.canonical(table["type"])
             count, devices = table.get("count", 1), table.get("devices", catalogue[name].devices_per_node)
             for key, value, least in (("count", count, 0), ("devices", devices, 1)):

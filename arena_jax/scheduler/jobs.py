@@ -6,9 +6,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from arena_jax.errors import UsageError
+from arena_jax.errors import UsageError, counted
 from arena_jax.scheduler.cluster import Cluster, Columns
 from arena_jax.scheduler.profiles import ProfileSource
+
+# Past these a float of seconds no longer resolves a microsecond, or the work left loses single steps.
+_LATEST_S = 4e9
+_MOST_STEPS = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +52,10 @@ class JobSpec:
         def refuse(what: str, value: object) -> None:
             raise UsageError(f"job {self.id!r}: {what}, got {value!r}")
 
-        if not math.isfinite(self.arrival_s) or self.arrival_s < 0:
-            refuse("arrival must be a time of at least 0", self.arrival_s)
-        if not math.isfinite(self.num_steps) or self.num_steps <= 0:
-            refuse("the number of steps must be positive", self.num_steps)
+        if not 0 <= self.arrival_s <= _LATEST_S:
+            refuse(f"arrival must be a time of at least 0 and at most {_LATEST_S:g} s", self.arrival_s)
+        if not 0 < self.num_steps <= _MOST_STEPS:
+            refuse(f"the number of steps must be positive and at most {_MOST_STEPS:g}", self.num_steps)
         if not math.isfinite(self.weight) or self.weight <= 0:
             refuse("weight must be positive", self.weight)
         if self.deadline_s is not None and (math.isnan(self.deadline_s) or self.deadline_s < self.arrival_s):
@@ -104,9 +108,15 @@ class Workload:
         ordered = sorted(jobs, key=lambda job: job.arrival_s)  # stable: ties keep the trace's order
         kinds: dict[tuple[str, int | None], int] = {}
         found = []
-        faults = []
+        faults: list[str] = []
+        unknown: list[str] = []
         for job in ordered:
             key = (job.model, job.global_batch)
+            for name in {job.device_type, *job.allowed_types} - {None}:
+                try:
+                    cluster.catalogue.canonical(str(name))
+                except UsageError as error:
+                    unknown.append(f"job {job.id!r}: {error.message}")
             if key not in kinds:
                 try:
                     found.append(profiles.profile(*key))
@@ -114,8 +124,13 @@ class Workload:
                     faults.append(f"job {job.id!r}: {error.message}")
                     continue
                 kinds[key] = len(kinds)
+        if unknown:
+            raise UsageError(
+                f"{counted(len(unknown), 'unknown device type')}\n  " + "\n  ".join(unknown),
+                hint=f"known types: {', '.join(sorted(cluster.catalogue.types))}",
+            )
         if faults:
-            raise UsageError(f"{len(faults)} jobs without a profile\n  " + "\n  ".join(faults))
+            raise UsageError(f"{counted(len(faults), 'job')} without a profile\n  " + "\n  ".join(faults))
         columns = Columns(cluster, (a for profile in found for a in profile.allocations()))
         table = np.full((len(found), len(columns)), np.inf)
         for row, profile in enumerate(found):
@@ -134,7 +149,10 @@ class Workload:
                     f"job {job.id!r} ({job.model}, batch {job.global_batch}) {_why(job, table[kind[row]], columns)}"
                 )
         if faults:
-            raise UsageError(f"{len(faults)} jobs fit nowhere on this cluster\n  " + "\n  ".join(faults))
+            raise UsageError(
+                f"{counted(len(faults), 'job')} {'fits' if len(faults) == 1 else 'fit'} nowhere on this cluster\n  "
+                + "\n  ".join(faults)
+            )
         request = np.array(
             [_request(job, cluster, columns, step_s[row]) for row, job in enumerate(ordered)], dtype=np.int64
         )

@@ -65,6 +65,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not 0 <= self.round_s < math.inf:
             raise UsageError(f"round_s must be at least 0, got {self.round_s!r}")
+        if self.horizon_s is not None and not self.horizon_s > 0:
+            raise UsageError(f"horizon_s must be above 0, got {self.horizon_s!r}")
         if self.quantise and not self.round_s:
             raise UsageError("quantise needs rounds", hint="give round_s")
 

@@ -1,5 +1,6 @@
 """Many simulations: policies x seeds x clusters, in parallel processes, each reproducible alone."""
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -55,6 +56,18 @@ class Scenario:
     round_s: float | None = None
     quantise: bool = False
     horizon_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, most in (
+            ("seed", self.seed, math.inf),
+            ("the error of estimates", self.error, 10.0),
+            ("failures per node and day", self.failures_per_day, 1e4),
+            ("the share of stragglers", self.straggler_share, 1.0),
+        ):
+            if not 0 <= value <= most:
+                raise UsageError(
+                    f"{name} must be at least 0{f' and at most {most:g}' * (most < math.inf)}, got {value!r}"
+                )
 
     def workload(self) -> Workload:
         """The jobs of this seed and scale, with their step times."""

@@ -1,16 +1,16 @@
 """Profile tables measured by others: the artifact's CSV, ElasticFlow's, and saved plan indexes."""
 
-import csv
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from arena_jax.errors import UsageError
 from arena_jax.grid import CATALOGUE, Catalogue, PlanStore
 from arena_jax.scheduler.cluster import Cluster
 from arena_jax.scheduler.profiles import IndexProfile, LayeredProfile, Profile, ProfileSet, TableProfile
+from arena_jax.scheduler.traces.rows import Faults, Row, csv_rows, read_text
 
 # Reading rules of the artifact: a missing size is read from the next larger size of its family,
 # 1.8 times as fast per step up, and a step of over five minutes counts as infeasible.
@@ -41,32 +41,25 @@ def load_artifact(path: str | Path, cluster: Cluster) -> ProfileSet:
     """
     catalogue = cluster.catalogue
     measured: dict[tuple[str, str, int, str, int, int], float] = {}
-    with Path(path).open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
-        if missing:
-            raise UsageError(
-                f"{str(path)!r} lacks the columns {', '.join(missing)}", hint=f"expected {','.join(_COLUMNS)}"
-            )
-        faults = []
-        for row in reader:
-            try:
-                key = (
-                    row["family"],
-                    row["params"],
-                    int(row["global_batch"]),
-                    catalogue.canonical(row["gpu"]),
-                    int(row["nodes"]),
-                    int(row["gpus_per_node"]),
-                )
-                seconds = float(row["seconds"]) if row["seconds"] else math.inf
-                if math.isnan(seconds) or seconds <= 0:
-                    raise ValueError(f"seconds must be positive, got {row['seconds']!r}")
-                measured[key] = seconds
-            except (ValueError, TypeError) as error:
-                faults.append(f"line {reader.line_num}: {error}")
-        if faults:
-            raise UsageError(f"{str(path)!r}: {len(faults)} malformed rows\n  " + "\n  ".join(faults))
+
+    def parse(row: Row) -> None:
+        if "__extra__" in row.values:
+            raise ValueError(f"{len(row.values['__extra__'])} cells too many")
+        _size(row.text("params"))
+        key = (
+            row.text("family"),
+            row.text("params"),
+            row.count("global_batch"),
+            catalogue.canonical(row.text("gpu")),
+            row.count("nodes"),
+            row.count("gpus_per_node"),
+        )
+        seconds = row.number("seconds") if row.optional("seconds") is not None else math.inf
+        if seconds <= 0:
+            raise ValueError(f"seconds must be above 0, got {seconds:g}")
+        measured[key] = seconds
+
+    _read_table(path, _COLUMNS, parse)
     sizes: dict[str, list[str]] = defaultdict(list)
     for family, params in sorted({key[:2] for key in measured}, key=lambda pair: _size(pair[1])):
         sizes[family].append(params)
@@ -100,20 +93,44 @@ def load_elasticflow(folder: str | Path, cluster: Cluster, device_type: str = "a
     name = cluster.catalogue.canonical(device_type)
     profiles: dict[tuple[str, int | None], Profile] = {}
     for path in sorted(Path(folder).glob("*.csv")):
-        with path.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                rates = {int(k): float(v) for k, v in row.items() if k != "global_batch_size" and v}
-                shapes = {cluster.packed(name, count): rate for count, rate in rates.items() if rate > 0}
-                times = {a: 1.0 / rate for a, rate in shapes.items() if a is not None}
-                profiles[path.stem, int(row["global_batch_size"])] = TableProfile(times)
+
+        def parse(row: Row, model: str = path.stem) -> None:
+            counts = [key for key in row.values if key != "global_batch_size"]
+            for key in counts:
+                if not key.isdecimal():
+                    raise ValueError(f"{key!r} is no number of devices")
+            rates = {int(key): row.number(key) for key in counts if row.optional(key) is not None}
+            shapes = {cluster.packed(name, count): rate for count, rate in rates.items() if rate > 0}
+            times = {a: 1.0 / rate for a, rate in shapes.items() if a is not None}
+            profiles[model, row.count("global_batch_size")] = TableProfile(times)
+
+        _read_table(path, ("global_batch_size",), parse)
     if not profiles:
         raise UsageError(f"no profile tables (*.csv) in {str(folder)!r}")
     return ProfileSet(profiles)
 
 
+def _read_table(path: str | Path, needed: Sequence[str], parse: Callable[[Row], None]) -> None:
+    """Parse every row of a CSV; raise :class:`UsageError` with the lines of all that are malformed."""
+    text = read_text(path, "profiles")
+    first = next(iter(text.lstrip().splitlines()), "")
+    missing = [name for name in needed if name not in [cell.strip() for cell in first.split(",")]]
+    if missing:
+        raise UsageError(f"{str(path)!r} lacks the columns {', '.join(missing)}", hint=f"expected {','.join(needed)}")
+    faults = Faults(str(path))
+    for row in csv_rows(text):
+        try:
+            parse(row)
+        except ValueError as error:
+            faults.add(row.line, error.message if isinstance(error, UsageError) else error)
+    faults.raise_any()
+
+
 def load_store(path: str | Path) -> ProfileSet:
     """Read every job of a plan index that ``arena-jax plan`` wrote, by model name and global batch."""
     store = PlanStore(path)
+    if store.set_aside is not None:
+        raise UsageError(f"{str(path)!r} is no plan index of this version; it is now {store.set_aside.name!r}")
     layers: dict[tuple[str, int | None], list[Profile]] = defaultdict(list)
     for key in store.jobs():
         name = key.fields.get("model") or key.fields.get("model_fingerprint") or key.digest

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from arena_jax.errors import UsageError
-from arena_jax.scheduler import Cluster, RestartCosts, Settings, Workload, load_profiles, make_policy
+from arena_jax.scheduler import Cluster, RestartCosts, Scenario, Settings, Workload, load_profiles, make_policy
 from arena_jax.scheduler.seeds import scale_arrivals
 from tests.scheduler.build import A100, cluster, job, profiles, workload
 
@@ -22,6 +22,10 @@ from tests.scheduler.build import A100, cluster, job, profiles, workload
         ({"nodes": [{"type": "a100", "count": 1.5}]}, "whole number"),
         ({"nodes": [{"type": "a100", "cuont": 1}]}, "unknown key 'cuont'"),
         ({"node": []}, "unknown table 'node'"),
+        ({"nodes": 5}, "'nodes' must be tables"),
+        ({"nodes": {"type": "a100"}}, "'nodes' must be tables"),
+        ({"nodes": [{"type": 5}]}, "type must be a name, got 5"),
+        ({"nodes": [{"type": "a100"}], "types": {"a100": 3}}, "'types' must be tables"),
         ({"nodes": [{"type": "a100", "count": 1, "devices": d} for d in (2, 4)]}, "twice"),
     ],
 )
@@ -67,6 +71,8 @@ def test_doubled_ids() -> None:
     [
         ({"arrival_s": -1.0}, "arrival"),
         ({"arrival_s": float("nan")}, "arrival"),
+        ({"arrival_s": 1e308}, "arrival"),
+        ({"num_steps": 1e300}, "steps"),
         ({"num_steps": 0}, "steps"),
         ({"num_steps": float("inf")}, "steps"),
         ({"weight": 0.0}, "weight"),
@@ -102,6 +108,50 @@ def test_profile_files(tmp_path: Path) -> None:
     assert all(f"line {n}" in str(caught.value) for n in (2, 3, 4))
 
 
+def test_profile_files_that_are_something_else(tmp_path: Path) -> None:
+    on = cluster(a100=(1, 4))
+    binary = tmp_path / "b.csv"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match=r"profiles '.*b.csv' is not UTF-8"):
+        load_profiles(binary, on)
+    index = tmp_path / "index.db"
+    index.write_bytes(b"SQLite format 3\x00" + b"junk" * 100)
+    with pytest.raises(UsageError, match=r"is no plan index of this version; it is now 'index.db.set-aside"):
+        load_profiles(index, on)
+    folder = tmp_path / "elasticflow"
+    folder.mkdir()
+    for text, message in (
+        ("a,b\n3,4\n", "lacks the columns global_batch_size"),
+        ("global_batch_size,1,x\n3,4,5\n", "line 2: 'x' is no number of devices"),
+        ("global_batch_size,1\n3,-1\nx,2\n", "2 malformed rows"),
+    ):
+        (folder / "m.csv").write_text(text)
+        with pytest.raises(UsageError, match=message):
+            load_profiles(folder, on)
+
+
+def test_types_that_do_not_exist_are_all_named() -> None:
+    with pytest.raises(UsageError) as caught:
+        workload([job("A", device_type="z900"), job("B", allowed_types=("a100", "zz"))])
+    assert "job 'A': unknown device type 'z900'" in caught.value.message
+    assert "job 'B': unknown device type 'zz'" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"seed": -1}, "seed"),
+        ({"error": -1.0}, "error of estimates"),
+        ({"error": float("nan")}, "error of estimates"),
+        ({"straggler_share": 2.0}, "share of stragglers"),
+        ({"failures_per_day": -3.0}, "failures per node"),
+    ],
+)
+def test_scenarios(fields: dict[str, float], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Scenario(jobs=(job("A"),), cluster=cluster(a100=(1, 4)), profiles=profiles(m=A100), **fields)  # type: ignore[arg-type]
+
+
 def test_policies_by_name() -> None:
     with pytest.raises(UsageError, match="did you mean 'arena'"):
         make_policy("arean")
@@ -112,6 +162,9 @@ def test_policies_by_name() -> None:
 def test_settings_and_costs() -> None:
     with pytest.raises(UsageError, match="round_s"):
         Settings(round_s=-1)
+    for horizon in (0.0, -5.0, float("nan")):
+        with pytest.raises(UsageError, match="horizon_s"):
+            Settings(horizon_s=horizon)
     with pytest.raises(UsageError, match="needs rounds"):
         Settings(quantise=True)
     with pytest.raises(UsageError, match="restart cost 'grow'"):

@@ -82,16 +82,21 @@ def test_gavel_max_min_matches_a_fine_grid(seed: int) -> None:
     x = shares("max-min", rate, np.ones(2), capacity)
     fair = rate @ (capacity / 2)
     value = ((rate * x).sum(axis=1) / fair).min()
-    grid = np.linspace(0, 1, 41)
-    best = 0.0
-    for a0, b0 in itertools.product(grid, grid):
-        if a0 + b0 <= 1:
-            a1 = min(1 - a0, 1.0)
-            for share in grid:
-                first, second = a1 * share, min(1 - b0, 1 - a1 * share)
-                both = [(rate[0] @ [a0, first]) / fair[0], (rate[1] @ [b0, second]) / fair[1]]
-                best = max(best, min(both))
+    # Shares of the first type, and the first job's of the second; the second job takes what that leaves it.
+    a0, b0, share = np.meshgrid(*[np.linspace(0, 1, 41)] * 3, indexing="ij")
+    a1 = (1 - a0) * share
+    b1 = np.minimum(1 - b0, 1 - a1)
+    both = [(rate[0, 0] * a0 + rate[0, 1] * a1) / fair[0], (rate[1, 0] * b0 + rate[1, 1] * b1) / fair[1]]
+    best = np.where(a0 + b0 <= 1, np.minimum(*both), 0.0).max()
     assert value >= best - 1e-3
+
+
+def test_gavel_does_without_types_that_are_down() -> None:
+    # The second job runs on the second type only, none of which is up; the others still share as before.
+    rate = np.array([[2.0, 1.0], [0.0, 1.0], [2.0, 0.0]])
+    x = shares("max-min", rate, np.ones(3), np.array([1, 0]))
+    assert x[:, 0] == pytest.approx([0.5, 0.0, 0.5], abs=1e-3)
+    assert x[:, 1] == pytest.approx([0.0, 0.0, 0.0], abs=1e-6)
 
 
 def test_gavel_throughput_respects_infeasible_types() -> None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,8 +22,8 @@ from tests.scheduler.build import A100, cluster, finishes, job, profiles, run, w
 FORMS = [*POLICIES, *(f"{name}@paper" for name in PAPER_FORMS)]
 
 
-def random_workload(seed: int, num_jobs: int = 25) -> Workload:
-    """Jobs of three models on 18 devices of three types."""
+def random_workload(seed: int, num_jobs: int = 25, *, varied: bool = False) -> Workload:
+    """Jobs of three models on 18 devices of three types; ``varied`` gives some deadlines, weights and limits."""
     rng = np.random.default_rng(seed)
     on: Cluster = cluster(a100=(2, 4), v100=(1, 4), a10=(3, 2))
     tables = {}
@@ -49,6 +50,17 @@ def random_workload(seed: int, num_jobs: int = 25) -> Workload:
         )
         for i in range(num_jobs)
     ]
+    if varied:
+        jobs = [
+            replace(
+                j,
+                weight=float(rng.choice([0.2, 1.0, 9.0])),
+                deadline_s=j.arrival_s + float(rng.uniform(1, 900)) if rng.random() < 0.4 else None,
+                max_devices=int(rng.choice([1, 2, 4])) if rng.random() < 0.4 else None,
+                allowed_types=("a100", str(rng.choice(["v100", "a10"]))) if rng.random() < 0.4 else (),
+            )
+            for j in jobs
+        ]
     return workload(jobs, on, profiles(**tables))
 
 
@@ -120,6 +132,35 @@ def test_conservation_under_failures_stragglers_and_errors(seed: int, name: str)
     ).run()
     check_conservation(result, exact_work=False)
     assert (result.state == FINISHED).all()
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 10_000), name=st.sampled_from(FORMS))
+def test_laws_hold_with_deadlines_weights_limits_failures_and_drains(seed: int, name: str) -> None:
+    built = random_workload(seed, varied=True)
+    rng = np.random.default_rng(seed)
+    start = float(built.arrival_s.min())
+    failures = node_failures(built.cluster, seed, per_day=20.0, start_s=start, length_s=20_000, repair_s=500.0)
+    kinds = rng.choice(["fail", "drain"], size=len(failures))
+    events = [e if e.kind == "up" else replace(e, kind=str(k)) for e, k in zip(failures, kinds, strict=True)]
+    policy, round_s = make_policy(name)
+    costs = RestartCosts(start=20, resume=25, grow=30, shrink=5, move=40, migrate=30, failure=60)
+    result = Simulator(built, policy, Settings(costs=costs, round_s=round_s, node_events=events)).run()
+    check_conservation(result, exact_work=True)
+    assert set(result.state.tolist()) <= ({FINISHED, REJECTED} if name == "elasticflow" else {FINISHED})
+    down = defaultdict(list)
+    for event in events:
+        at = down[event.device_type, event.node]
+        if event.kind == "up":
+            at[-1] = (at[-1], event.time_s)
+        else:
+            at.append(event.time_s)
+    for s in result.segments:
+        allocation, spec = built.columns.allocations[s.column], built.jobs[s.job]
+        assert allocation.num_devices <= (spec.max_devices or 99)
+        assert not spec.allowed_types or allocation.device_type.partition("-")[0] in spec.allowed_types
+        for node in s.nodes:
+            assert all(s.end_s <= a + 1e-6 or s.start_s >= b - 1e-6 for a, b in down[allocation.device_type, node])
 
 
 @pytest.mark.parametrize("name", ["arena", "gavel", "tiresias", "sia@paper", "elasticflow"])

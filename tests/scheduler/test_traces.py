@@ -57,6 +57,14 @@ def test_own_json(tmp_path: Path) -> None:
         load_trace(write(tmp_path, json.dumps([record, record])))
 
 
+def test_all_faults_of_a_json_trace_at_once(tmp_path: Path) -> None:
+    good = {"id": "a", "arrival_s": 1, "num_steps": 10, "model": "gpt"}
+    records = [good, 7, {**good, "id": "b", "arrival_s": "x"}, {**good, "id": "c", "colour": 1}, good]
+    with pytest.raises(TraceError, match="4 malformed records") as caught:
+        load_trace(write(tmp_path, json.dumps(records)))
+    assert sorted(error.partition(":")[0] for error in caught.value.errors) == [f"record {n}" for n in (2, 3, 4, 5)]
+
+
 def test_itp(tmp_path: Path) -> None:
     text = "job_id,submission_time,duration,num_gpu\na,5,60,4\nb,9,0,1\nc,11,30,0\nd,12,30,64\n"
     assert load_trace(write(tmp_path, text)) == [
@@ -142,6 +150,11 @@ def test_elasticflow_jobs_as_published(tmp_path: Path) -> None:
     assert load_trace(write(tmp_path, short + "7,100,800,bert,700,64,4,60\n")) == [job]
 
 
+def test_blank_lines_before_the_header_count(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="line 5: num_steps is not a number"):
+        load_trace(write(tmp_path, "\n\nid,arrival_s,num_steps,model\na,0,1,m\nb,0,x,m\n"))
+
+
 def test_all_faults_at_once_with_their_lines(tmp_path: Path) -> None:
     text = (
         "id,arrival_s,num_steps,model,num_devices\n"
@@ -171,6 +184,11 @@ def test_all_faults_at_once_with_their_lines(tmp_path: Path) -> None:
         ("id,arrival_s,num_steps,model\n", "holds no jobs"),
         ("id,arrival_s,num_steps,model,colour\na,0,1,m,red\n", "unknown column 'colour'"),
         ("[1,", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "holds no jobs"),
+        ('[{"jobid": "a"}, 3]', "record 2: not an object"),
+        ("id,arrival_s,num_steps,model\na,0,1," + "m" * 200_000, "line 2 is not CSV"),
+        ("JobID|Submit\n1|2020-01-01\n", "line 2: no duration"),
         ('{"a": 1}', "expected a list"),
     ],
 )

@@ -45,9 +45,7 @@ class Givers:
         self._loss[job] = np.where(self._no_help[column], np.inf, row[column] - row)
         self._found.clear()
 
-    def give(
-        self, asking: int, kind: int, short: int, gain: float, free: np.ndarray
-    ) -> list[tuple[int, int]] | None:
+    def give(self, asking: int, kind: int, short: int, gain: float, free: np.ndarray) -> list[tuple[int, int]] | None:
         """Who frees ``short`` devices of type ``kind`` for the job ``asking``, and the columns they go to.
 
         ``None`` unless they lose less in all than it gains. ``free`` are the devices of each type nobody holds.

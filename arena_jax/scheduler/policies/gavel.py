@@ -20,7 +20,7 @@ from arena_jax.scheduler.policy import Decision, Jobs, View
 
 
 class Gavel:
-    """Does not use remaining steps. Solves its program when the set of jobs changes."""
+    """Does not use remaining steps. Solves its program when the set of jobs or the devices that are up change."""
 
     def __init__(self, *, objective: str = "max-min", round_s: float = 360.0) -> None:
         if objective not in ("max-min", "throughput"):
@@ -61,13 +61,14 @@ class Gavel:
                 self._received.setdefault(key, np.zeros(num_types))[k] += elapsed
         at = self.columns_of(view, jobs)
         keys = tuple(jobs.key.tolist())
-        if keys != self._solved_for:
+        problem = (*keys, *view.capacity.tolist())
+        if problem != self._solved_for:
             rate = np.where(at >= 0, 1.0 / np.take_along_axis(jobs.step_s, np.maximum(at, 0), axis=1), 0.0)
             count = columns.num_devices[jobs.request].astype(float)
             shares = self.solve(rate, count, jobs.weight, view.capacity)
             self._shares = dict(zip(keys, shares, strict=True))
             self._received = {key: self._received.get(key, np.zeros(num_types)) for key in keys}
-            self._solved_for = keys
+            self._solved_for = problem
         owed = np.array([self._shares[key] for key in keys])
         got = np.array([self._received[key] for key in keys])
         age = np.maximum(now - jobs.arrival_s, 1.0)[:, None]
@@ -123,10 +124,12 @@ class Gavel:
             cost[:-1] = -(rate / rate.max(axis=1, keepdims=True))[job, k]
         else:
             fair = rate @ (capacity / capacity.sum())
-            worth = (count / (weight * fair))[job] * rate[job, k]
+            # A job whose types are all down gets nothing, and does not hold the others down to that.
+            up = fair > 0
+            worth = np.where(up, count / (weight * np.where(up, fair, 1.0)), 0.0)[job] * rate[job, k]
             rows += [num_jobs + num_types + job, num_jobs + num_types + np.arange(num_jobs)]
             cols += [cells, np.full(num_jobs, len(job))]
-            values += [-worth, np.ones(num_jobs)]
+            values += [-worth, up.astype(float)]
             limit.append(np.zeros(num_jobs))
             # Among max-min optima prefer the one that also uses what is left.
             cost[:-1], cost[-1] = -1e-4 * (rate / rate.max(axis=1, keepdims=True))[job, k] / num_jobs, -1.0

@@ -55,14 +55,18 @@ def sniff(text: str, source: str) -> str:
         raise TraceError(f"{source} is empty")
     if text.lstrip()[0] in "[{":
         return "json"
-    first = text.splitlines()[0]
+    first = text.lstrip().splitlines()[0]
     if "JobID" in first and "|" in first:
         return "sacct"
-    header = {name.strip() for name in next(csv.reader(io.StringIO(first)))}
+    try:
+        cells = next(csv.reader(io.StringIO(first)))
+    except csv.Error as error:
+        raise TraceError(f"{source}: line 1 is not CSV: {error}") from error
+    header = {name.strip() for name in cells}
     for name, columns in _LAYOUTS:
         if columns <= header:
             return name
-    if len(next(csv.reader(io.StringIO(first)))) == len(raw.PAI_COLUMNS):
+    if len(cells) == len(raw.PAI_COLUMNS):
         return "pai"
     raise TraceError(
         f"{source}: no known trace layout has the columns {', '.join(sorted(header))}",

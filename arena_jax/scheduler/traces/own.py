@@ -17,7 +17,7 @@ _NUMBERS = ("arrival_s", "num_steps", "weight", "deadline_s")
 
 def load_csv(text: str, source: str) -> list[JobSpec]:
     """Read a CSV; empty cells take the default. ``allowed_types`` are separated by spaces."""
-    header = next(csv.reader(io.StringIO(text)), [])
+    header = [name.strip() for name in next(csv.reader(io.StringIO(text.lstrip())), [])]
     require(header, FIELDS, source)
     missing = [name for name in REQUIRED if name not in header]
     if missing:
@@ -28,24 +28,17 @@ def load_csv(text: str, source: str) -> list[JobSpec]:
 def load_json(records: Sequence[Any], source: str) -> list[JobSpec]:
     """Read a list of objects with the same fields."""
     rows = []
-    faults = Faults(source)
+    faults = Faults(source, "record", "record")
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict):
-            faults.errors.append(f"record {number}: not an object")
+            faults.add(number, "not an object")
             continue
         unknown = [name for name in record if name not in FIELDS]
         if unknown:
-            faults.errors.append(f"record {number}: unknown fields {', '.join(unknown)}")
+            faults.add(number, f"unknown fields {', '.join(unknown)}")
             continue
         rows.append(Row({k: v for k, v in record.items() if v is not None}, number))
-    faults.raise_any()
-    try:
-        return parse_rows(rows, _from_row, source)
-    except TraceError as error:
-        errors = [text.replace("line ", "record ", 1) for text in error.errors]
-        raise TraceError(
-            f"{source}: {len(errors)} malformed records\n  " + "\n  ".join(errors), errors=errors
-        ) from None
+    return parse_rows(rows, _from_row, source, faults=faults)
 
 
 def to_csv(jobs: Sequence[JobSpec]) -> str:

@@ -65,7 +65,7 @@ def load_pai(text: str, source: str) -> list[RawJob]:
     Tasks of one job become one job with all their devices. Fractions are rounded up; tasks that never
     ended are left out.
     """
-    fieldnames = None if text.startswith(PAI_COLUMNS[0]) else PAI_COLUMNS
+    fieldnames = None if text.lstrip().startswith(PAI_COLUMNS[0]) else PAI_COLUMNS
     tasks: dict[str, list[RawJob]] = {}
 
     def parse(row: Row) -> None:
@@ -106,11 +106,13 @@ def load_philly(records: list[Any], source: str) -> list[RawJob]:
 
     The duration is that of all attempts together, the device count the largest of any.
     """
-    faults = Faults(source)
+    faults = Faults(source, "record", "record")
     jobs: list[RawJob] = []
     seen: dict[str, int] = {}
     for number, record in enumerate(records, 1):
         try:
+            if not isinstance(record, dict):
+                raise ValueError("not an object")
             name = str(record["jobid"])
             if name in seen:
                 raise ValueError(f"id {name!r} was already used by record {seen[name]}")
@@ -127,7 +129,7 @@ def load_philly(records: list[Any], source: str) -> list[RawJob]:
                 jobs.append(job)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
-            faults.errors.append(f"record {number}: {what}")
+            faults.add(number, what)
     faults.raise_any()
     if not jobs:
         raise TraceError(f"{source} holds no jobs with devices")
@@ -152,6 +154,8 @@ def load_sacct(text: str, source: str) -> list[RawJob]:
             duration = row.number("ElapsedRaw")
         elif row.optional("Elapsed") is not None:
             duration = _elapsed(row.text("Elapsed"))
+        elif row.optional("Start") is None or row.optional("End") is None:
+            raise ValueError("no duration: ElapsedRaw, Elapsed, or Start and End are needed")
         else:
             duration = _seconds(row.text("End")) - _seconds(row.text("Start"))
         return _job(name, _seconds(row.text("Submit")), duration, count, typed[1] if typed else None)
@@ -195,5 +199,5 @@ def parse_json(text: str, source: str) -> Any:
     """Parsed JSON; raise :class:`TraceError` with the line of the fault."""
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{source} is not JSON: {error}") from error

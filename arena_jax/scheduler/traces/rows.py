@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from arena_jax.errors import UsageError, nearest
+from arena_jax.errors import UsageError, counted, nearest
 
 T = TypeVar("T")
 
@@ -23,19 +23,22 @@ class TraceError(UsageError):
 
 @dataclass
 class Faults:
-    """Collects faults of one file."""
+    """Collects faults of one file; ``place`` and ``unit`` are what its rows are counted and called by."""
 
     source: str
+    place: str = "line"
+    unit: str = "row"
     errors: list[str] = field(default_factory=list)
 
     def add(self, line: int, what: object) -> None:
-        self.errors.append(f"line {line}: {what}")
+        self.errors.append(f"{self.place} {line}: {what}")
 
     def raise_any(self) -> None:
         """Raise :class:`TraceError` with all faults, if there are any."""
         if self.errors:
             raise TraceError(
-                f"{self.source}: {len(self.errors)} malformed rows\n  " + "\n  ".join(self.errors), errors=self.errors
+                f"{self.source}: {counted(len(self.errors), f'malformed {self.unit}')}\n  " + "\n  ".join(self.errors),
+                errors=self.errors,
             )
 
 
@@ -72,29 +75,39 @@ class Row:
         return int(value)
 
 
-def read_text(path: str | Path) -> str:
+def read_text(path: str | Path, what: str = "trace") -> str:
     """The file's text; raise :class:`TraceError` where it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise TraceError(f"cannot read trace {str(path)!r}: {error.strerror}") from error
+        raise TraceError(f"cannot read {what} {str(path)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise TraceError(f"trace {str(path)!r} is not UTF-8 text: {error}") from error
+        raise TraceError(f"{what} {str(path)!r} is not UTF-8 text: {error}") from error
 
 
 def csv_rows(text: str, *, delimiter: str = ",", fieldnames: Sequence[str] | None = None) -> Iterable[Row]:
     """Rows of a CSV text with their line numbers."""
-    reader = csv.DictReader(io.StringIO(text), delimiter=delimiter, fieldnames=fieldnames)
-    for values in reader:
+    begin = text.lstrip()  # blank lines before the header
+    skipped = text[: len(text) - len(begin)].count("\n")
+    reader = csv.DictReader(io.StringIO(begin), delimiter=delimiter, fieldnames=fieldnames)
+    while True:
+        try:
+            values = next(reader, None)
+        except csv.Error as error:
+            raise TraceError(f"line {skipped + reader.line_num + 1} is not CSV: {error}") from error
+        if values is None:
+            return
         row = {str(k).strip(): v for k, v in values.items() if k is not None}
         if None in values:
             row["__extra__"] = values[None]
-        yield Row(row, reader.line_num)
+        yield Row(row, skipped + reader.line_num)
 
 
-def parse_rows(rows: Iterable[Row], parse: Callable[[Row], T | None], source: str) -> list[T]:
+def parse_rows(
+    rows: Iterable[Row], parse: Callable[[Row], T | None], source: str, *, faults: Faults | None = None
+) -> list[T]:
     """Parse every row, collect the faults of all, refuse doubled ids; ``None`` leaves a row out."""
-    faults = Faults(source)
+    faults = faults or Faults(source)
     parsed: list[T] = []
     first_line: dict[str, int] = {}
     for row in rows:
@@ -109,7 +122,7 @@ def parse_rows(rows: Iterable[Row], parse: Callable[[Row], T | None], source: st
             continue
         name = getattr(item, "id", None)
         if name is not None and name in first_line:
-            faults.add(row.line, f"id {name!r} was already used on line {first_line[name]}")
+            faults.add(row.line, f"id {name!r} was already used on {faults.place} {first_line[name]}")
             continue
         if name is not None:
             first_line[name] = row.line
