@@ -157,7 +157,7 @@ def main(task: dict[str, Any]) -> None:
     """What the process does."""
     os.nice(task["nice"])
     _leave_half_the_cores()
-    _end_with_parent(task["parent"])
+    end_with_parent(task["parent"])
     try:
         candidate = _fill(task)
         answer: dict[str, Any] = {
@@ -195,7 +195,7 @@ def _leave_half_the_cores() -> None:
         os.sched_setaffinity(0, cores[: max(1, len(cores) // 2)])
 
 
-def _end_with_parent(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Have the system end this process when the training is gone (Linux; elsewhere it ends when done)."""
     with suppress(OSError, AttributeError):
         import ctypes

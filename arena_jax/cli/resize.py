@@ -7,28 +7,31 @@ from typing import Any
 import click
 
 from arena_jax.cli import console
-from arena_jax.errors import EXIT_FAILED
+from arena_jax.cli.service_options import state_option
+from arena_jax.errors import EXIT_FAILED, UsageError
 
 _POLL_S = 0.2
 
 
 @click.command(short_help="Ask a running training to go on under another plan.")
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("target")
 @click.argument("grid")
 @click.option("--deadline", type=click.FloatRange(min=0), metavar="SECONDS", help="Free what GRID leaves out by then.")
 @click.option("--reason", default="", help="Kept with the change in the run's log.")
 @click.option("--prepare", is_flag=True, help="Only compile ahead, so that a later change to GRID is quick.")
 @click.option("--wait", is_flag=True, help="Return when the change is made, with exit code 1 if it is refused.")
+@state_option
 @console.json_option
 @click.pass_context
 def command(
     ctx: click.Context,
-    target: Path,
+    target: str,
     grid: str,
     deadline: float | None,
     reason: str,
     prepare: bool,
     wait: bool,
+    state: Path | None,
     as_json: bool,
 ) -> None:
     """Ask the training in the run directory TARGET to go on on GRID.
@@ -36,7 +39,13 @@ def command(
     GRID is a grid (cpu:4/s2), an allocation (cpu:4, any number of stages), pause, or stop. The plan is
     compiled while training goes on; the change comes between two steps. Without --wait the command
     returns at once.
+
+    TARGET may also be a job of the service. GRID is then an allocation that the job is held to, pause, or
+    auto, which leaves it to the policy again.
     """
+    if not Path(target).exists():
+        _resize_job(target, grid, state, as_json, others=bool(deadline or prepare or wait or reason))
+        return
     from arena_jax.control import ask, find_training
 
     folder = find_training(target)
@@ -55,11 +64,28 @@ def command(
         ctx.exit(EXIT_FAILED)
 
 
+def _resize_job(job: str, grid: str, state: Path | None, as_json: bool, *, others: bool) -> None:
+    """Hold a job of the service to an allocation."""
+    from arena_jax.cli.service_options import ask
+    from arena_jax.service.protocol import ServiceError
+
+    try:
+        answer = ask(state, {"do": "resize", "job": job, "grid": grid})
+    except ServiceError as error:
+        raise UsageError(
+            f"{job!r} is no run directory, and no job: {error.message}", hint="name the directory that `train` printed"
+        ) from error
+    if others:
+        console.warn("--deadline, --reason, --prepare and --wait are for run directories")
+    console.note(f"{answer['job']['id']} is " + ("the policy's again" if grid == "auto" else f"asked to go to {grid}"))
+    if as_json:
+        console.emit_json({"jobs": [answer["job"]]})
+
+
 def _outcome(folder: Path, name: str) -> dict[str, Any]:
     """Follow a request to its end."""
     from arena_jax import relaunch
     from arena_jax.control import ask
-    from arena_jax.errors import UsageError
 
     said = {"outcome": "pending"}
     while said["outcome"] == "pending":

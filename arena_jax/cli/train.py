@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from arena_jax.planner import Planner
     from arena_jax.recipe import Recipe
     from arena_jax.relaunch import Note
+    from arena_jax.runtime.journal import Callback
     from arena_jax.runtime.rundir import Resume, RunDirectory
     from arena_jax.runtime.signals import StopSignals
     from arena_jax.tracking import MLflowTracker
@@ -178,12 +179,14 @@ def train(
     as_json: bool,
     given: tuple[str, Sequence[str]] | None = None,
     note: "Note | None" = None,
+    callbacks: "Sequence[Callback]" = (),
 ) -> tuple[int, dict[str, Any]]:
     """Train, and return the exit code and what ``--json`` prints.
 
     Args:
         given: name and overrides from which another process can load the same recipe.
         note: what the process left that this one goes on from.
+        callbacks: given every event, on the loop's thread.
     """
     from arena_jax.job import build
 
@@ -208,7 +211,7 @@ def train(
     try:
         with _hook(recipe, run, note) as hook:
             warm = _warm(planner, given)
-            return _train(job, planner, target, plan, run, num_steps, signals, hook, warm, note)
+            return _train(job, planner, target, plan, run, num_steps, signals, hook, warm, note, callbacks)
     finally:
         run.close()
 
@@ -224,6 +227,7 @@ def _train(
     hook: SchedulerHook | None,
     warm: "WarmProcess | None",
     note: "Note | None",
+    callbacks: "Sequence[Callback]",
 ) -> tuple[int, dict[str, Any]]:
     from arena_jax.cli.departure import Departure
     from arena_jax.cli.progress import Progress
@@ -280,6 +284,7 @@ def _train(
                     lambda event: evals.append(event) if event["kind"] == "eval" else None,
                     _keep_to_cores,
                     *([] if elsewhere is None else [elsewhere.on_event]),
+                    *callbacks,
                 ),
                 record={"recipe": recipe.to_yaml(), "params": recipe.resolved()},
                 signals=signals,

@@ -25,11 +25,12 @@ details { margin: .6rem 0; } summary { cursor: pointer; }
 """
 
 
-def document(title: str, parts: Iterable[str]) -> str:
-    """The page of these parts, each HTML already."""
+def document(title: str, parts: Iterable[str], *, refresh_s: int | None = None) -> str:
+    """The page of these parts, each HTML already; ``refresh_s`` has a browser fetch it again so often."""
+    refresh = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">{refresh}<style>{_STYLE}</style></head>'
         f"<body>{''.join(parts)}</body></html>\n"
     )
 

@@ -11,6 +11,8 @@ import numpy as np
 from arena_jax.errors import UsageError, nearest
 from arena_jax.grid import CATALOGUE, Allocation, Catalogue
 
+_TABLES = ("nodes", "types", "networks", "queues")
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
@@ -89,12 +91,15 @@ class Cluster:
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any], *, source: str = "cluster") -> "Cluster":
-        """Build from parsed TOML: ``[[nodes]]``, optional ``[types.NAME]`` and ``[networks.NAME]`` tables."""
+        """Build from parsed TOML: ``[[nodes]]``, optional ``[types.NAME]`` and ``[networks.NAME]`` tables.
+
+        ``[queues.NAME]`` tables are the cluster service's.
+        """
         for key in tables:
-            if key not in ("nodes", "types", "networks"):
-                raise UsageError(f"{source}: unknown table {key!r}{nearest(key, ('nodes', 'types', 'networks'))}")
+            if key not in _TABLES:
+                raise UsageError(f"{source}: unknown table {key!r}{nearest(key, _TABLES)}")
         for key, kind, form in (("nodes", list, "[[nodes]]"), ("types", dict, "[types.NAME]"),
-                                ("networks", dict, "[networks.NAME]")):  # fmt: skip
+                                ("networks", dict, "[networks.NAME]"), ("queues", dict, "[queues.NAME]")):  # fmt: skip
             given = tables.get(key, kind())
             members = given.values() if isinstance(given, dict) else given if isinstance(given, list) else ()
             if not isinstance(given, kind) or not all(isinstance(member, dict) for member in members):

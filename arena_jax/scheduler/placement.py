@@ -32,10 +32,15 @@ class Placer:
         self._size = [g.devices_per_node for g in cluster.groups]
         self.up = [np.ones(g.num_nodes, dtype=bool) for g in cluster.groups]
         self.held: dict[int, Placed] = {}
+        self.fixed: set[int] = set()  # jobs that are never migrated
 
     def capacity(self) -> np.ndarray:
         """Devices per type on the nodes that are up."""
         return np.array([int(up.sum()) * size for up, size in zip(self.up, self._size, strict=True)], dtype=np.int64)
+
+    def free(self, device_type: int, node: int) -> int:
+        """Devices of a node that nobody holds; none where it is not up."""
+        return int(self._free[device_type][node]) if self.up[device_type][node] else 0
 
     def set_up(self, device_type: int, node: int, up: bool) -> list[int]:
         """Take a node down or back; return the jobs that lose devices by it (still held: release them)."""
@@ -95,7 +100,7 @@ class Placer:
         """Empty ``per_node`` devices on enough nodes by migrating the smallest jobs away."""
         residents: dict[int, list[int]] = {}
         for job, placed in self.held.items():
-            if placed.device_type == k and len(placed.nodes) == 1:
+            if placed.device_type == k and len(placed.nodes) == 1 and job not in self.fixed:
                 residents.setdefault(placed.nodes[0], []).append(job)
         free = np.where(self.up[k], self._free[k], -1)
         chosen = [int(n) for n in np.flatnonzero(free >= per_node)][:num_nodes]
