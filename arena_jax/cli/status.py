@@ -27,8 +27,9 @@ def command(job: str | None, watch: bool, all_jobs: bool, state: Path | None, as
     def lines() -> list[str]:
         answer = ask(state, request)
         jobs = answer["jobs"]
-        now = answer.get("now") or max(j["finished_at"] or j["started_at"] or j["submitted_at"] for j in jobs)
-        found = job_lines(jobs, now, console.width()) if jobs else ["no jobs; arena-jax submit RECIPE adds one"]
+        found = (
+            job_lines(jobs, answer["now"], console.width()) if jobs else ["no jobs; arena-jax submit RECIPE adds one"]
+        )
         if job is not None:
             found += [f"  | {line}" for line in jobs[0]["log_tail"]]
         elif answer.get("label"):

@@ -80,6 +80,7 @@ class LocalExecutor:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
+                    env=env,
                     pass_fds=(lock,),
                     start_new_session=True,
                 )

@@ -11,8 +11,9 @@ from arena_jax.grid import GridShape
 from arena_jax.service.executor import Progress
 from arena_jax.service.store import Point
 
-# The step time is a median over so many steps, and known after a few under one plan.
-_WINDOW, _FEWEST = 15, 3
+# The step time is a median over the last steps under one plan, but for the first: some are in flight before any
+# is waited for. It is known after a few.
+_WINDOW, _SKIPPED, _FEWEST = 15, 3, 4
 # Clocks of the event and of the launch may differ by rounding.
 _SLACK_S = 1.0
 
@@ -95,7 +96,7 @@ class RunReader:
             elif kind == "step":
                 self._step, self._loss = int(event["step"]), float(event["loss"])
                 self._num_steps += 1
-                if self._num_steps > 1:  # the first under a plan holds more than a step
+                if self._num_steps > _SKIPPED:
                     self._times.append(float(event["step_time_s"]))
                 self._points.append((self._step, float(at), self._loss, float(event["step_time_s"])))
             elif kind == "run_end":

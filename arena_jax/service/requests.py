@@ -89,7 +89,7 @@ class Requests:
     def _status(self, request: Mapping[str, Any]) -> dict[str, Any]:
         name = request.get("job")
         if name is not None:
-            return {"jobs": [self._job(name).row()]}
+            return {"jobs": [self._job(name).row()], "now": self._clock()}
         ended = request.get("ended", 20)
         if ended is not None and (isinstance(ended, bool) or not isinstance(ended, int)):
             raise UsageError(f"ended is {ended!r}", hint="a number of jobs")
