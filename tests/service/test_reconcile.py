@@ -250,5 +250,5 @@ def test_a_service_that_starts_again_adopts_what_runs(bench):
 def test_every_policy_drives_it(tmp_path, policy):
     bench = Bench(tmp_path, policy=policy)
     jobs = [bench.submit(recipe(f"job{i}", steps=60, on="quick:4" if i % 2 else "slow:4")) for i in range(5)]
-    bench.run(1200, 2.0)
+    bench.run(1200, 5.0)
     assert [bench.job(job).phase for job in jobs] == [Phase.FINISHED] * 5

@@ -2,6 +2,7 @@
 
 import json
 import urllib.request
+from pathlib import Path
 from urllib.error import HTTPError
 
 import pytest
@@ -153,7 +154,7 @@ def test_the_page_is_on_loopback_only(service):
     made, _ = service
     assert made.url.startswith("http://127.0.0.1:")
     port = int(made.url.rstrip("/").rpartition(":")[2])
-    listening = [line.split() for line in open("/proc/net/tcp").readlines()[1:]]
+    listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     of_ours = [row[1] for row in listening if row[3] == "0A" and int(row[1].partition(":")[2], 16) == port]
     assert of_ours == [f"0100007F:{port:04X}"]
 
