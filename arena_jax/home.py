@@ -38,6 +38,11 @@ def profiles() -> Path:
     return home() / "profiles.sqlite"
 
 
+def deviceless() -> Path:
+    """Folder of what programs compiled for hardware elsewhere came to."""
+    return home() / "deviceless"
+
+
 def numba_cache() -> Path:
     """Folder in which the alpa worker keeps its compiled functions."""
     return home() / "numba"
@@ -55,7 +60,13 @@ class CacheSize:
 
 def cache_sizes() -> tuple[CacheSize, ...]:
     """Sizes of the caches, whether they exist yet or not."""
-    caches = {"compile": compile_cache(), "plans": plan_index(), "profiles": profiles(), "numba": numba_cache()}
+    caches = {
+        "compile": compile_cache(),
+        "plans": plan_index(),
+        "profiles": profiles(),
+        "deviceless": deviceless(),
+        "numba": numba_cache(),
+    }
     return tuple(_measure(name, path) for name, path in caches.items())
 
 

@@ -17,13 +17,16 @@ from arena_jax.compiler import make_problem
 from arena_jax.compiler import work as w
 from arena_jax.compiler.analysis import Analysis, Constraints
 from arena_jax.compiler.cost import FITTED, Efficiency, Hardware
+from arena_jax.compiler.engines import Engine
 from arena_jax.compiler.graph import build_graph
-from arena_jax.compiler.grid_search import plan_grid
+from arena_jax.compiler.grid_search import GridSearch, plan_grid
+from arena_jax.compiler.inter import StageChoice
 from arena_jax.compiler.layers import find_layers
+from arena_jax.compiler.search import MAX_STAGES
 from arena_jax.compiler.sharding import ShardingSearch
 from arena_jax.compiler.stage_cost import LayerWork, MeshCost, layer_work, mesh_cost
 from arena_jax.compiler.trace import trace_loss
-from arena_jax.grid import CATALOGUE, Allocation, Estimate, GridShape, Submesh
+from arena_jax.grid import CATALOGUE, Allocation, Estimate, GridShape, Submesh, tilings
 from arena_jax.job import build
 from arena_jax.recipe import load_recipe
 from benchmarks._operators import DATA
@@ -220,7 +223,9 @@ def model(family: str, params: str) -> Model:
 class _Scaled(Analysis):
     """A traced model at another global batch."""
 
-    def meshes(self, hardware: Hardware, submesh: Submesh, dp: int, tp: int) -> tuple[MeshCost, ...]:
+    def meshes(
+        self, hardware: Hardware, submesh: Submesh, dp: int, tp: int, solver: Engine | None = None
+    ) -> tuple[MeshCost, ...]:
         work = _work(self.key, self.problem.global_batch, dp, tp)  # type: ignore[attr-defined]
         return (mesh_cost(work, hardware, submesh, self.ratios, self.layers),)
 
@@ -269,20 +274,67 @@ def analysis_of(job: Job) -> Analysis:
     return scaled
 
 
+# The plan ran: where ours does not fit, that is our memory's error.
+_ROOM = (1.0, 1.3, 1.7, 2.5, 100.0)
+
+
 def estimate(row: Row, pp: int, hardware: Hardware, dp: int | None = None, tp: int | None = None) -> Estimate | None:
     """Our estimate of the best plan of one grid, its mesh pinned or free."""
     constraints = Constraints(stages=pp, dp=dp, tp=tp, zero=0, remat="on", space="alpa")
     grid = GridShape(row.allocation, pp)
-    for room in (1.0, 1.3, 1.7, 2.5, 100.0):  # the plan ran: where ours does not fit, that is our memory's error
+    for room in _ROOM:
         found = plan_grid(analysis_of(row.job), grid, roomier(hardware, room), constraints, NUM_MICROBATCHES)
         if found.estimate is not None:
             return found.estimate
     return None
 
 
+def estimate_equal(row: Row, pp: int, hardware: Hardware) -> Estimate | None:
+    """The same with as many units in each stage, instead of stages that take equally long."""
+    constraints = Constraints(stages=pp, zero=0, remat="on", space="alpa")
+    grid, analysis = GridShape(row.allocation, pp), analysis_of(row.job)
+    tiling = next((t for t in tilings(grid) if len(set(t)) == 1), None)
+    count = analysis.layers.num_layers
+    if tiling is None or pp > count:
+        return None
+    marks = [round(i * count / pp) for i in range(pp + 1)]
+    for room in _ROOM:
+        search = GridSearch(analysis, grid, roomier(hardware, room), constraints, NUM_MICROBATCHES)
+        stages = []
+        for i, submesh in enumerate(tiling):
+            costs = search.costs(pp - i, submesh)
+            first, last = marks[i], marks[i + 1] - 1
+            if np.isfinite(costs.seconds[first, last]):
+                option = int(costs.option[first, last])
+                stages.append(StageChoice(first=first, last=last, submesh=submesh, option=option))
+        if len(stages) == pp:
+            return search.estimate(stages)
+    return None
+
+
+def best_free_s(row: Row, hardware: Hardware) -> float | None:
+    """Step seconds of the best plan there is at as many microbatches: any stages, ZeRO, with remat or without."""
+    constraints = Constraints()
+    found = []
+    for pp in range(1, min(row.num_gpus, analysis_of(row.job).layers.num_layers, MAX_STAGES) + 1):
+        grid = GridShape(row.allocation, pp)
+        for room in _ROOM:
+            e = plan_grid(analysis_of(row.job), grid, roomier(hardware, room), constraints, NUM_MICROBATCHES).estimate
+            if e is not None:
+                found.append(e.step_time_s)
+                break
+    return min(found, default=None)
+
+
 def iteration_s(e: Estimate) -> float:
-    """Seconds of an iteration under Alpa's runtime, which hides no transfer between stages: every microbatch pays."""
-    return e.step_time_s + (NUM_MICROBATCHES - 1) * e.breakdown["boundary_s"]
+    """Seconds of an iteration under Alpa's runtime, which hides no transfer between stages.
+
+    With every microbatch a stage waits for what it receives and what it sends, forward and back; transfers
+    between other stages pass meanwhile. The slowest stage, transfers included, sets the pace.
+    """
+    entering = [stage.transfer_s for stage in e.stages] + [0.0]
+    busy = [s.time_s + 2 * (entering[i] + entering[i + 1]) for i, s in enumerate(e.stages)]
+    return e.step_time_s + (NUM_MICROBATCHES - 1) * (max(busy) - max(s.time_s for s in e.stages))
 
 
 def stage_counts(row: Row) -> list[int]:

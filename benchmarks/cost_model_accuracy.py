@@ -45,10 +45,18 @@ class Predicted:
 
     row: art.Row
     by_stages: dict[int, float]
+    equal_s: float | None = None
+    free_s: float | None = None
+    picked_s: float | None = None
+    compute_s: float = 0.0
 
     @property
     def seconds(self) -> float:
         return min(self.by_stages.values())
+
+    def corrected_s(self, times: float) -> float:
+        """Seconds when all that is computed takes so many times as long."""
+        return self.seconds + (times - 1) * self.compute_s
 
     @property
     def ratio(self) -> float:
@@ -80,7 +88,17 @@ def predict(recipe: str, cache: Path) -> None:
         if row.job.recipe == recipe:
             hardware = art.hardware(row.gpu, row.nodes, row.per_node)
             found = {pp: art.estimate(row, pp, hardware) for pp in art.stage_counts(row)}
-            rows.append({pp: art.iteration_s(e) for pp, e in found.items() if e is not None})
+            there = {pp: e for pp, e in found.items() if e is not None}
+            even = [e for pp in there if (e := art.estimate_equal(row, pp, hardware)) is not None]
+            rows.append(
+                {
+                    "by_stages": {pp: art.iteration_s(e) for pp, e in there.items()},
+                    "equal_s": min(map(art.iteration_s, even), default=None),
+                    "free_s": art.best_free_s(row, hardware),
+                    "picked_s": min((e.step_time_s for e in there.values()), default=None),
+                    "compute_s": min(there.values(), key=art.iteration_s).breakdown["compute_s"] if there else 0.0,
+                }
+            )
     for plan in art.breakdown():
         if plan.row.job.recipe == recipe:
             hardware = art.hardware(plan.row.gpu, plan.row.nodes, plan.row.per_node)
@@ -98,8 +116,9 @@ def load(recipes: Iterable[str], cache: Path) -> tuple[list[Predicted], list[Pre
         data = json.loads((cache / f"{recipe}.json").read_text())
         mine = [row for row in art.measured() if row.job.recipe == recipe]
         for row, found in zip(mine, data["rows"], strict=True):
-            if found:
-                rows.append(Predicted(row, {int(pp): s for pp, s in found.items()}))
+            if found["by_stages"]:
+                by_stages = {int(pp): s for pp, s in found.pop("by_stages").items()}
+                rows.append(Predicted(row, by_stages, **found))
         theirs = [plan for plan in art.breakdown() if plan.row.job.recipe == recipe]
         for plan, values in zip(theirs, data["plans"], strict=True):
             if values is not None:
@@ -173,6 +192,29 @@ def rescaled(rows: Sequence[Predicted]) -> list[float]:
     return out
 
 
+def with_equal_stages(rows: Sequence[Predicted], *, balanced: bool = False) -> list[float]:
+    """Errors of rows with several stages when layers are cut evenly; where ``balanced``, of the same rows as we cut."""
+    piped = [p for p in rows if p.equal_s is not None and min(p.by_stages, key=lambda pp: p.by_stages[pp]) > 1]
+    return [p.error if balanced else abs((p.equal_s or 0.0) / p.row.seconds - 1) for p in piped]
+
+
+def free_search(rows: Sequence[Predicted]) -> list[list[Any]]:
+    """What a free search predicts of the time of the artifact's recipe, under our own runtime."""
+    out = []
+    for name, belongs in GROUPS.items():
+        for least, most in ((1, 1), (2, 4), (8, 16)):
+            ratios = [
+                p.free_s / p.picked_s
+                for p in rows
+                if belongs(p.row.job.family) and least <= p.row.num_gpus <= most and p.free_s and p.picked_s
+            ]
+            if ratios:
+                quantiles = (f"{np.quantile(ratios, q):.2f}" for q in (0.0, 0.5, 1.0))
+                slower = sum(r > 1 + 1e-9 for r in ratios)
+                out.append([name, f"{least}-{most}" if least < most else least, len(ratios), *quantiles, slower])
+    return out
+
+
 def after_one_measurement(rows: Sequence[Predicted]) -> list[list[Any]]:
     """Median error of a type's other rows before and after one single-GPU row of it corrects all of them."""
     out = []
@@ -185,7 +227,7 @@ def after_one_measurement(rows: Sequence[Predicted]) -> list[list[Any]]:
             continue
         others = [p for p in mine if p is not single[0]]
         before = np.median([p.error for p in others])
-        after = np.median([abs(p.ratio / single[0].ratio - 1) for p in others])
+        after = np.median([abs(p.corrected_s(1 / single[0].ratio) / p.row.seconds - 1) for p in others])
         out.append([gpu, name, len(others), f"{100 * before:.1f}", f"{100 * after:.1f}"])
     return out
 
@@ -211,6 +253,8 @@ def report(rows: list[Predicted], plans: list[PredictedPlan]) -> None:
             [name, "up to 4 GPUs", *spread([p.error for p in few]), f"{limit[2]:g}"],
             [name, "compute of a plan", *spread([p.compute_error for p in theirs]), f"{limit[3]:g}"],
             [name, "shortcut: rescaled by GPUs", *spread(rescaled(mine)), ""],
+            [name, "equal stages, not balanced", *spread(with_equal_stages(mine)), ""],
+            [name, "the same rows, balanced", *spread(with_equal_stages(mine, balanced=True)), ""],
             [name, f"ordered right of {count} pairs", "", f"{100 * share:.1f}", "", "", f"{limit[4]:g}"],
             [name, "the same by FLOPs over peak", "", f"{100 * by_peak:.1f}", "", "", ""],
             [name, "regret of the chosen plan", *spread(regrets), f"mean {limit[5]:g}"],
@@ -249,6 +293,12 @@ def report(rows: list[Predicted], plans: list[PredictedPlan]) -> None:
             for k, v in sorted(kinds.items())
         ],
     )
+    lines += [
+        "",
+        "## A free search beside it: predicted step over that of the artifact's recipe, both without waiting",
+        "",
+    ]
+    lines += table(["models", "GPUs", "rows", "least", "median", "most", "slower"], free_search(rows))
     lines += ["", "## One single-GPU measurement corrects a type", ""]
     lines += table(["type", "models", "other rows", "median % before", "after"], after_one_measurement(rows))
     worst = sorted(rows, key=lambda p: -abs(np.log(p.ratio)))[:10]

@@ -29,6 +29,8 @@ FREE = tuple(f.name for f in fields(Efficiency) if f.name not in UNTOLD)
 # How strongly a constant is held at its round starting value, in units of its logarithm's deviation.
 _HOLD = 0.6
 _ROWS_PER_CELL = 60
+# One type on its own: nothing else speaks for its constants, so more rows, held less, and fitted to what is judged.
+_OWN_ROWS_PER_CELL, _OWN_HOLD = 400, 3.0
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,8 @@ def blocks(rows: Iterable[ops.Measured]) -> list[Block]:
     return [Block.of(gpu, found) for gpu, found in by_gpu.items()]
 
 
-def sample(rows: Sequence[ops.Measured], seed: int = 0) -> list[ops.Measured]:
-    """At most ``_ROWS_PER_CELL`` rows of every (gpu, group, label): no table outweighs another."""
+def sample(rows: Sequence[ops.Measured], most: int = _ROWS_PER_CELL, seed: int = 0) -> list[ops.Measured]:
+    """At most ``most`` rows of every (gpu, group, label): no table outweighs another."""
     cells: dict[tuple[str, str, str], list[ops.Measured]] = {}
     for row in rows:
         if row.seconds > 3 * ops.LAUNCH_S:
@@ -109,7 +111,7 @@ def sample(rows: Sequence[ops.Measured], seed: int = 0) -> list[ops.Measured]:
     rng = np.random.default_rng(seed)
     out = []
     for _, found in sorted(cells.items()):
-        keep = min(len(found), _ROWS_PER_CELL)
+        keep = min(len(found), most)
         out += [found[i] for i in rng.choice(len(found), keep, replace=False)]
     return out
 
@@ -137,9 +139,15 @@ ROUND = Efficiency(
 )
 
 
-def fit(rows: Sequence[ops.Measured], start: Efficiency = ROUND) -> Efficiency:
-    """Constants that fit rows best in the logarithm, robustly, held near ``start``."""
-    found = blocks(sample(rows))
+def fit(rows: Sequence[ops.Measured], start: Efficiency = ROUND, *, own: bool = False) -> Efficiency:
+    """Constants that fit rows best, robustly, held near ``start``.
+
+    Args:
+        own: the rows are of the one type that the constants are for. Then relative errors, which are what is
+            judged, are fitted; otherwise logarithms, which favour no direction.
+    """
+    found = blocks(sample(rows, _OWN_ROWS_PER_CELL if own else _ROWS_PER_CELL))
+    hold = _OWN_HOLD if own else _HOLD
     first = np.log([getattr(start, name) for name in FREE])
     # A share is at most one.
     upper = np.where([name.endswith("share") for name in FREE], np.log(0.98), np.inf)
@@ -151,11 +159,12 @@ def fit(rows: Sequence[ops.Measured], start: Efficiency = ROUND) -> Efficiency:
 
     def residuals(x: np.ndarray) -> np.ndarray:
         made = replace(start, **dict(zip(FREE, map(float, np.exp(x)), strict=True)))
-        errors = np.concatenate([np.log(b.predicted_s(made) / b.seconds) for b in found])
-        return np.concatenate([errors * weights / 0.2, (x - first) / _HOLD * 0.3])
+        ratios = np.concatenate([b.predicted_s(made) / b.seconds for b in found])
+        errors = (ratios - 1) / 0.05 if own else np.log(ratios) / 0.2
+        return np.concatenate([errors * weights, (x - first) / hold * 0.3])
 
     x0 = np.minimum(first, upper - 1e-6)
-    answer = least_squares(residuals, x0, bounds=(-np.inf, upper), loss="soft_l1", max_nfev=15)
+    answer = least_squares(residuals, x0, bounds=(-np.inf, upper), loss="soft_l1", max_nfev=40 if own else 15)
     return replace(start, **{k: float(f"{v:.3g}") for k, v in zip(FREE, np.exp(answer.x), strict=True)})
 
 
@@ -213,7 +222,7 @@ def main() -> None:
     own: dict[tuple[str, str], tuple[int, float, float, float]] = {}
     for left_out in TYPES:
         others = fit([row for row in rows if ops.family(row.gpu) != left_out])
-        alone = fit([row for row in rows if ops.family(row.gpu) == left_out])
+        alone = fit([row for row in rows if ops.family(row.gpu) == left_out], with_all, own=True)
         mine = [b for b in everything if ops.family(b.gpu) == left_out]
         unseen |= errors_of(others, mine)
         own |= errors_of(alone, mine)

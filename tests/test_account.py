@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from arena_jax.compiler import work as w
+from arena_jax.compiler.hlo import collective_bytes
 from arena_jax.runtime.one_stage import OneStage
-from tests.compiled import collective_bytes
 from tests.problems import compile_program, make_plan, recipe_analysis
 
 

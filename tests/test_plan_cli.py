@@ -109,6 +109,61 @@ def test_stages_and_grids_narrow(plan) -> None:
     assert [g["grid"] for g in report["grids"]] == ["cpu:4/s1", "cpu:4/s2", "cpu:2/s2"]
 
 
+CLUSTER = """
+[[nodes]]
+type = "a100"
+count = 4
+devices = 2
+[types.mine]
+like = "a100"
+memory_bytes = 4294967296
+[networks.slow]
+types = ["a100"]
+bandwidth = 1e6
+"""
+
+
+def test_a_cluster_file_adds_types_networks_and_sizes_of_nodes(
+    plan, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "cluster.toml").write_text(CLUSTER)
+    targets = ("--on", "a100:2x2", "--stages", "1", "plan.dp=4")
+    _, usual, _, _ = plan("tiny.yaml", *targets)
+    code, slow, _, _ = plan("tiny.yaml", *targets, "--cluster", "cluster.toml", "--on", "mine:2")
+    assert code == 0
+    here, mine = slow["grids"]
+    assert usual["grids"][0]["plan_id"] == here["plan_id"]  # what is executed is the same ...
+    assert here["step_time_s"] > 10 * usual["grids"][0]["step_time_s"]  # ... over a network of 8 Mbit/s
+    assert mine["device_memory_bytes"] == int(0.9 * 2**32)
+    # A node of this cluster has two devices, whatever the usual one has.
+    assert main(["plan", "tiny.yaml", "--on", "a100:4", "--cluster", "cluster.toml"]) == 2
+    assert "2x2" in capsys.readouterr().err
+    # The store tells them apart.
+    assert plan("tiny.yaml", *targets)[1]["grids"][0]["step_time_s"] == usual["grids"][0]["step_time_s"]
+
+
+def test_a_cluster_file_without_nodes_describes_types(plan, folder: Path) -> None:
+    (folder / "cluster.toml").write_text('[types.mine]\nlike = "a100"\n')
+    code, report, _, _ = plan("tiny.yaml", "--on", "mine:2", "--cluster", "cluster.toml", "--explain")
+    assert (code, list(report["best"])) == (0, ["mine:2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[typs.mine]", "unknown table 'typs' (did you mean 'types'?)"),
+        ('[types.mine]\nlike = "a100"\nmemory = 1', "types.mine: unknown key 'memory'"),
+        ("nodes = ", "is not TOML"),
+        (None, "cannot read cluster file"),
+    ],
+)
+def test_a_bad_cluster_file(folder: Path, capsys: pytest.CaptureFixture[str], text: str | None, message: str) -> None:
+    if text is not None:
+        (folder / "cluster.toml").write_text(text)
+    assert main(["plan", "tiny.yaml", "--on", "a100:2", "--cluster", "cluster.toml"]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_second_call_is_served_from_the_store(plan) -> None:
     first = plan("tiny.yaml", "--on", "cpu:4", "--stages", "1")[1]
     assert first["num_programs_solved"] > 0

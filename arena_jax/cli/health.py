@@ -14,6 +14,7 @@ from pathlib import Path
 
 from arena_jax import __version__
 from arena_jax.cli.accelerators import Accelerator, find_accelerators
+from arena_jax.deviceless.extras import installed, remedy, what_is_wrong
 from arena_jax.errors import counted
 from arena_jax.home import cache_sizes, home
 from arena_jax.solver_setup import ALPA_VERSION, alpa_folder
@@ -54,8 +55,8 @@ def checks() -> Iterator[Check]:
     yield from _devices()
     yield Check(name="engine highs", status="ok", detail=f"scipy {_version('scipy')} milp (the default)")
     yield _alpa()
-    yield _cuda_compiler()
-    yield _tpu_compiler()
+    yield _compiler("cuda")
+    yield _compiler("tpu")
     yield _ray()
     yield _home()
     for cache in cache_sizes():
@@ -135,25 +136,14 @@ def _alpa() -> Check:
     )
 
 
-def _cuda_compiler() -> Check:
-    name, packages = "compiler cuda", ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
-    missing = [package for package in packages if _version(package) is None]
-    plugin, jaxlib = _version("jax-cuda12-plugin"), _version("jaxlib")
-    # The plugins must have jaxlib's own version.
-    hint = f"{pip_command()} install jax-cuda12-plugin=={jaxlib} jax-cuda12-pjrt=={jaxlib} nvidia-cuda-nvcc-cu12"
-    if missing:
-        return Check(name=name, status="note", detail=f"missing {', '.join(missing)}", hint=hint)
-    if plugin != jaxlib:
-        return Check(name=name, status="warning", detail=f"plugin {plugin} beside jaxlib {jaxlib}", hint=hint)
-    return Check(name=name, status="ok", detail=f"plugin {plugin}, nvcc {_version(packages[2])}")
-
-
-def _tpu_compiler() -> Check:
-    found = _version("libtpu")
-    if found is None:
-        hint = f"{pip_command()} install 'jax[tpu]=={_version('jax')}'"
-        return Check(name="compiler tpu", status="note", detail="missing libtpu", hint=hint)
-    return Check(name="compiler tpu", status="ok", detail=f"libtpu {found}")
+def _compiler(platform_name: str) -> Check:
+    """What `plan --aot` compiles with."""
+    name, found, wrong = f"compiler {platform_name}", installed(platform_name), what_is_wrong(platform_name)
+    if wrong:
+        status = "note" if None in found.values() else "warning"
+        return Check(name=name, status=status, detail=wrong, hint=remedy(platform_name, pip_command()))
+    detail = ", ".join(f"{package} {number}" for package, number in found.items() if package != "jax-cuda12-pjrt")
+    return Check(name=name, status="ok", detail=detail)
 
 
 def _ray() -> Check:

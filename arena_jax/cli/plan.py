@@ -13,7 +13,7 @@ from arena_jax import home
 from arena_jax.cli import console
 from arena_jax.cli.plan_ls import command as ls_command
 from arena_jax.errors import EXIT_INFEASIBLE, EXIT_INTERRUPTED, InfeasibleError, UsageError, counted, nearest
-from arena_jax.grid import Allocation, GridShape, IndexRow, PlanIndex, SearchInterrupted
+from arena_jax.grid import CATALOGUE, Allocation, Catalogue, GridShape, IndexRow, PlanIndex, SearchInterrupted
 from arena_jax.page.document import check_writable, write_file
 
 if TYPE_CHECKING:
@@ -58,6 +58,9 @@ class PlanCommand(click.Command):
     "--on", "specs", multiple=True, metavar="SPEC", help="Allocation (a100:2x8) or grid (a100:2x8/s2); may be repeated."
 )
 @click.option(
+    "--cluster", type=FILE, metavar="CLUSTER.toml", help="Types, networks and sizes of nodes, as `simulate` takes them."
+)
+@click.option(
     "--stages", multiple=True, type=click.IntRange(min=1), help="Only this number of stages; may be repeated."
 )
 @click.option(
@@ -67,6 +70,7 @@ class PlanCommand(click.Command):
 @click.option("--compare", metavar="dp,fsdp,tp", help="Also plans that one would write by hand, one stage each.")
 @click.option("--explain", is_flag=True, help="Say where time and memory go, and what bound the best plan.")
 @click.option("--against", metavar="OTHER", help="The plan to explain against: a grid, a plan id, or dp, fsdp, tp.")
+@click.option("--aot", is_flag=True, help="Compile the best plans for their targets, and correct the estimates.")
 @click.option("--report", "page", type=FILE, metavar="F.html", help="Write a self-contained page.")
 @click.option("--trace", "trace", type=FILE, metavar="F.json", help="Write the predicted timeline for Perfetto.")
 @console.json_option
@@ -76,12 +80,14 @@ def command(
     recipe: str,
     overrides: tuple[str, ...],
     specs: tuple[str, ...],
+    cluster: Path | None,
     stages: tuple[int, ...],
     engine: str | None,
     folder: Path | None,
     compare: str | None,
     explain: bool,
     against: str | None,
+    aot: bool,
     page: Path | None,
     trace: Path | None,
     as_json: bool,
@@ -97,7 +103,8 @@ def command(
     if engine is not None:
         overrides = (*overrides, f"plan.engine={engine}")
     loaded = load_recipe(recipe, overrides)
-    targets = targets_of(loaded, specs, stages)
+    catalogue = CATALOGUE if cluster is None else _catalogue_of(cluster)
+    targets = targets_of(loaded, specs, stages, catalogue)
     names = _hand_written_names(compare, against)
     for path, what in ((page, "report"), (trace, "trace")):
         if path is not None:
@@ -107,7 +114,7 @@ def command(
     from arena_jax.job import build
 
     job = build(loaded)
-    search, constraints = _search(job)
+    search, constraints = _search(job, catalogue)
     num_microbatches = loaded.plan.num_microbatches
     interrupted = False
     compared: list[HandWritten] | None = None
@@ -122,16 +129,27 @@ def command(
             compared = compare_with(search, index, names, num_microbatches=num_microbatches, engine=constraints.engine)
         except KeyboardInterrupt:
             interrupted = True
-    report = report_of(job, search.problem, index, compared)
+    compiled: list[dict[str, Any]] = []
+    if aot and not interrupted:
+        from arena_jax.cli.plan_aot import compile_best
+
+        index, compiled = compile_best(recipe, overrides, index, catalogue)
+    report = report_of(job, search.problem, index, compared, catalogue)
     unit = job.items_per_batch[1]
     for line in table_lines(report, unit) if report["grids"] else ():
         console.data(line)
     for line in engine_lines(report):
         console.data(line)
+    if aot:
+        from arena_jax.cli.plan_aot import aot_lines
+
+        report["compiled"] = compiled
+        for line in aot_lines(compiled):
+            console.data(line)
     console.note(_how(index))
     best = _best(index, compared or [])
     if (explain or against is not None) and not interrupted:
-        report["explanations"] = _explain(search, best, against, constraints, num_microbatches)
+        report["explanations"] = _explain(search, best, against, constraints, num_microbatches, catalogue)
     if folder is not None:
         save_plans(folder, job.name, index)
     _write_files(job, search, report, best, page, trace)
@@ -140,7 +158,7 @@ def command(
         report["interrupted"] = _what_is_missing(index)
         code = EXIT_INTERRUPTED
     elif not report["best"]:
-        error = _nothing_fits(search, index, constraints, num_microbatches)
+        error = _nothing_fits(search, index, constraints, num_microbatches, catalogue)
         console.error(str(error))
         report["error"] = {"type": type(error).__name__, "message": error.message, "hint": error.hint}
         code = EXIT_INFEASIBLE
@@ -149,20 +167,28 @@ def command(
     ctx.exit(code)
 
 
-def targets_of(recipe: "Recipe", specs: Sequence[str], stages: Sequence[int]) -> list[Allocation | GridShape]:
+def targets_of(
+    recipe: "Recipe", specs: Sequence[str], stages: Sequence[int], catalogue: Catalogue = CATALOGUE
+) -> list[Allocation | GridShape]:
     """The allocations and grids to plan; ``stages`` narrows allocations, a grid says its own number."""
     texts = list(specs) or [recipe.plan.grid or f"cpu:{recipe.cpu_devices}"]
     counts = list(stages) or ([recipe.plan.stages] if recipe.plan.stages is not None else [])
     targets: dict[Allocation | GridShape, None] = {}
     for text in texts:
         if "/" in text:
-            targets[GridShape.parse(text)] = None
+            targets[GridShape.parse(text, catalogue)] = None
             continue
-        allocation = Allocation.parse(text)
+        allocation = Allocation.parse(text, catalogue)
         if not counts:
             targets[allocation] = None
         targets.update({GridShape(allocation, count): None for count in counts})
     return list(targets)
+
+
+def _catalogue_of(cluster: Path) -> Catalogue:
+    from arena_jax.scheduler.cluster import Cluster
+
+    return Cluster.catalogue_of(cluster)
 
 
 def start_jax() -> None:
@@ -189,14 +215,14 @@ def save_plans(folder: Path, name: str, index: PlanIndex) -> None:
         console.note(f"wrote {path}")
 
 
-def _search(job: "Job") -> "tuple[StoredSearch, Constraints]":
+def _search(job: "Job", catalogue: Catalogue) -> "tuple[StoredSearch, Constraints]":
     from arena_jax.compiler.stored import StoredSearch
     from arena_jax.planner import constraints_of, plan_store
 
     problem = job.problem()
     # The targets say the numbers of stages.
     constraints = replace(constraints_of(job.recipe.plan), stages=None)
-    return StoredSearch(problem, plan_store(), name=job.name), constraints
+    return StoredSearch(problem, plan_store(), name=job.name, catalogue=catalogue), constraints
 
 
 def _hand_written_names(compare: str | None, against: str | None) -> list[str]:
@@ -227,6 +253,7 @@ def _explain(
     against: str | None,
     constraints: "Constraints",
     num_microbatches: int | None,
+    catalogue: Catalogue,
 ) -> list[dict[str, Any]]:
     """Explain the best plan of each allocation; print it, and return what ``--json`` says of it."""
     from arena_jax.cli.plan_explain import explain_lines, explanation, find_other
@@ -234,8 +261,8 @@ def _explain(
 
     explanations = []
     for plan in plans.best:
-        other = find_other(against, plan, plans.all)
-        bindings = binding_constraints(search.analysis, plan.row, constraints, num_microbatches)
+        other = find_other(against, plan, plans.all, catalogue)
+        bindings = binding_constraints(search.analysis, plan.row, constraints, num_microbatches, catalogue)
         explanations.append(explanation(plan, other, bindings))
         console.data()
         for line in explain_lines(explanations[-1]):
@@ -284,7 +311,11 @@ def _how(index: PlanIndex) -> str:
 
 
 def _nothing_fits(
-    search: "StoredSearch", index: PlanIndex, constraints: "Constraints", num_microbatches: int | None
+    search: "StoredSearch",
+    index: PlanIndex,
+    constraints: "Constraints",
+    num_microbatches: int | None,
+    catalogue: Catalogue,
 ) -> InfeasibleError:
     """Say which grid comes closest, by how much it misses, and what would fit."""
     from arena_jax.compiler.cost import hardware_of
@@ -293,7 +324,7 @@ def _nothing_fits(
 
     def misses(row: IndexRow) -> int:
         assert row.least_memory_bytes is not None
-        return row.least_memory_bytes - hardware_of(row.grid.allocation).usable_bytes
+        return row.least_memory_bytes - hardware_of(row.grid.allocation, catalogue).usable_bytes
 
     short = [row for row in index if row.least_memory_bytes is not None]
     row = min(short, key=misses) if short else next(iter(index))
@@ -304,6 +335,7 @@ def _nothing_fits(
         constraints=constraints,
         num_microbatches=num_microbatches,
         grow=bool(short),
+        catalogue=catalogue,
     )
     if not short:
         hint = f"it fits with {fits[0]}" if fits else remedy(index)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from arena_jax.cli.plan_report import fit
 from arena_jax.cli.progress import seconds
 from arena_jax.errors import ArenaError, UsageError
-from arena_jax.grid import Allocation, GridShape, IndexRow, PlanIndex
+from arena_jax.grid import CATALOGUE, Allocation, Catalogue, GridShape, IndexRow, PlanIndex
 
 if TYPE_CHECKING:
     from arena_jax.compiler.binding import Binding
@@ -38,7 +38,7 @@ def named(index: PlanIndex, compared: Sequence["HandWritten"]) -> list[Named]:
     return grids + [Named(f"{plan.row.grid.allocation} {plan.name}", plan.row) for plan in compared]
 
 
-def find_other(text: str | None, best: Named, plans: Sequence[Named]) -> Named | None:
+def find_other(text: str | None, best: Named, plans: Sequence[Named], catalogue: Catalogue = CATALOGUE) -> Named | None:
     """The plan to set ``best`` against.
 
     Args:
@@ -58,9 +58,9 @@ def find_other(text: str | None, best: Named, plans: Sequence[Named]) -> Named |
     found = [plan for plan in others if plan.name == f"{allocation} {text}"]
     try:
         if "/" in text:
-            found += [plan for plan in others if plan.name == str(GridShape.parse(text))]
+            found += [plan for plan in others if plan.name == str(GridShape.parse(text, catalogue))]
         elif ":" in text:
-            wanted = Allocation.parse(text)
+            wanted = Allocation.parse(text, catalogue)
             there = [plan for plan in others if plan.row.grid.allocation == wanted and plan.row.feasible]
             found += [min(there, key=lambda plan: plan.row.step_time_s or 0.0)] if there else []
         else:

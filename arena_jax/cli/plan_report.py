@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from arena_jax.cli.console import width
 from arena_jax.cli.progress import meshes, seconds
-from arena_jax.grid import IndexRow, PlanIndex
+from arena_jax.grid import CATALOGUE, Catalogue, IndexRow, PlanIndex
 
 if TYPE_CHECKING:
     from arena_jax.compiler import Problem
@@ -16,7 +16,11 @@ _MIN_LAYOUT = 9
 
 
 def report_of(
-    job: "Job", problem: "Problem", index: PlanIndex, compared: Sequence["HandWritten"] | None = None
+    job: "Job",
+    problem: "Problem",
+    index: PlanIndex,
+    compared: Sequence["HandWritten"] | None = None,
+    catalogue: Catalogue = CATALOGUE,
 ) -> dict[str, Any]:
     """The object of ``--json``; what an infeasible grid does not have is ``None``.
 
@@ -33,13 +37,13 @@ def report_of(
         "model": job.name,
         "num_parameters": problem.num_parameters,
         "global_batch": problem.global_batch,
-        "grids": [_grid(row, items, dtype) for row in index],
+        "grids": [_grid(row, items, dtype, catalogue) for row in index],
         "best": best,
         "search_s": index.search_s,
         "num_programs_solved": index.num_programs_solved,
     }
     if compared is not None:
-        report["compared"] = [{"name": plan.name} | _grid(plan.row, items, dtype) for plan in compared]
+        report["compared"] = [{"name": plan.name} | _grid(plan.row, items, dtype, catalogue) for plan in compared]
     return report
 
 
@@ -53,10 +57,10 @@ def compute_dtype(problem: "Problem") -> str:
     return max(held, key=lambda dtype: held[dtype])
 
 
-def _grid(row: IndexRow, items: int, dtype: str) -> dict[str, Any]:
+def _grid(row: IndexRow, items: int, dtype: str, catalogue: Catalogue) -> dict[str, Any]:
     from arena_jax.compiler.cost import hardware_of
 
-    hardware = hardware_of(row.grid.allocation)
+    hardware = hardware_of(row.grid.allocation, catalogue)
     facts: dict[str, Any] = {
         "grid": str(row.grid),
         "feasible": row.feasible,

@@ -142,9 +142,11 @@ def split_scans(graph: Graph, splits: Mapping[int, Sequence[int]]) -> tuple[Grap
             if start is not None:
                 where[index, start] = len(keyed) + len(piece_eqns) - 1
             keyed.extend((node.key, eqn) for eqn in piece_eqns)
-    # A leaf that is now used only in pieces is no input any more.
-    used = {a for _, eqn in keyed for a in eqn.invars if not isinstance(a, _compat.Literal)}
-    used |= {a for a in trace.jaxpr.outvars if not isinstance(a, _compat.Literal)}
+    # A leaf that is now used only in pieces is no input any more, and the cast of it as a whole no use.
+    used = {a for a in trace.jaxpr.outvars if not isinstance(a, _compat.Literal)}
+    for _, eqn in reversed(keyed):
+        if eqn.effects or not used.isdisjoint(eqn.outvars):
+            used.update(a for a in eqn.invars if not isinstance(a, _compat.Literal))
     sliced = {unit.leaf for unit in units.values() if unit.is_piece}
     units = {v: u for v, u in units.items() if u.is_piece or u.leaf not in sliced or v in used}
     return _classify(trace, keyed, units), where

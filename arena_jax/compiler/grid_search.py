@@ -28,7 +28,7 @@ def plan_grid(
     layers = analysis.layers
     if grid.num_stages > layers.num_layers:
         return _row(grid, num_microbatches, f"the model has {counted(layers.num_layers, 'layer')} to cut, {FEWER}")
-    search = _GridSearch(analysis, grid, hardware, constraints, num_microbatches)
+    search = GridSearch(analysis, grid, hardware, constraints, num_microbatches)
     if not search.meshes_exist:
         return _row(grid, num_microbatches, search.why_no_mesh())
     solver = search.solver
@@ -61,7 +61,7 @@ def _row(grid: GridShape, num_microbatches: int, reason: str, least_memory_bytes
     )
 
 
-class _GridSearch:
+class GridSearch:
     """Cost tables of one grid at one number of microbatches."""
 
     def __init__(
@@ -112,7 +112,7 @@ class _GridSearch:
         if against:
             return against
         if all(option.zero for option in pins.options()):
-            unpinned = _GridSearch(self._analysis, self._grid, self._hardware, replace(pins, zero=0), self._m)
+            unpinned = GridSearch(self._analysis, self._grid, self._hardware, replace(pins, zero=0), self._m)
             if unpinned.meshes_exist:
                 return f"pinned zero {pins.zero} shards over dp, and no stage here has a dp of 2 or more"
         if pins.dp is None and pins.tp is None:

@@ -262,15 +262,24 @@ class MeshCost:
         held, kept = self.work.parameter_bytes, self.work.kept_bytes
         if option.zero == 3:
             communication = communication + 2 * np.asarray(dp.all_gather_s(held - kept))
-        sync = np.zeros_like(held)
-        if option.zero in (1, 2):  # updated shards are gathered again
-            sync = sync + np.asarray(dp.all_gather_s(held))
-        elif option.zero == 3:
-            sync = sync + np.where(kept, np.asarray(dp.all_gather_s(kept)), 0.0)
         share = self.dp if option.zero else 1
         updated = (held / share + self.work.spread_bytes) * (2 + 2 * self.optimizer_ratio + self.accumulator_ratio)
         update = self.hardware.memory_s(updated)
-        return self._prefix(compute), self._prefix(communication), self._prefix(sync + update)
+        return self._prefix(compute), self._prefix(communication), self._prefix(self._sync(option) + update)
+
+    def _sync(self, option: Option) -> Floats:
+        """Per layer, seconds of the collectives at the end of a step."""
+        held, kept = self.work.parameter_bytes, self.work.kept_bytes
+        gather_s = self._links[DP].all_gather_s
+        if option.zero in (1, 2):  # updated shards are gathered again
+            return np.asarray(gather_s(held))
+        if option.zero == 3:
+            return np.where(kept, np.asarray(gather_s(kept)), 0.0)
+        return np.zeros_like(held)
+
+    def sync_s(self, option: Option) -> Floats:
+        """Seconds of the collectives at the end of a step, per run of layers."""
+        return self._prefix(self._sync(option))
 
     def _memory(self, num_microbatches: int, in_flight: int, option: Option) -> Floats:
         dp = self.dp

@@ -7,6 +7,7 @@ neighbouring options, so that the parts add up to the numbers that the search ra
 import itertools
 from dataclasses import replace
 
+from arena_jax.compiler import work as w
 from arena_jax.compiler.stage_cost import MeshCost, Option
 from arena_jax.grid import StageEstimate
 
@@ -39,13 +40,31 @@ def stage_facts(
         forward_s=forward[0] + forward[1] + gathers_s / 2,
         transfer_s=transfer_s,
         update_s=update_s,
+        sync_s=float(mesh.sync_s(option)[layers]),
         communication={
             "forward": forward[1],
             "backward": max(0.0, communication_s - forward[1] - gathers_s),
             "parameters": gathers_s,
         },
         memory=_memory(mesh, layers, num_microbatches, in_flight, option),
+        collective_bytes=_collective_bytes(mesh, layers, num_microbatches, option),
     )
+
+
+def _collective_bytes(
+    mesh: MeshCost, layers: tuple[int, int], num_microbatches: int, option: Option
+) -> dict[str, float]:
+    """Bytes of a step's collectives by kind; a work vector counts passes over the whole batch, and gradients once."""
+    first, last = layers
+    times = {w.FORWARD: 2 if option.remat else 1, w.BACKWARD: 1, w.GRADIENT: num_microbatches}
+    found: dict[str, float] = {}
+    for c in w.collectives(mesh.work.works[first : last + 1].sum(axis=0)):
+        found[c.kind] = found.get(c.kind, 0.0) + c.num_bytes * times[c.phase]
+    held, kept = (float(x[first : last + 1].sum()) for x in (mesh.work.parameter_bytes, mesh.work.kept_bytes))
+    gathered = {1: held, 2: held, 3: 2 * num_microbatches * (held - kept) + kept}.get(option.zero, 0.0)
+    if gathered:
+        found["all_gather"] = found.get("all_gather", 0.0) + gathered
+    return found
 
 
 def _memory(

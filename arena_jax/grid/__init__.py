@@ -3,6 +3,7 @@
 from arena_jax.grid.catalogue import CATALOGUE as CATALOGUE
 from arena_jax.grid.catalogue import Catalogue as Catalogue
 from arena_jax.grid.catalogue import DeviceType as DeviceType
+from arena_jax.grid.catalogue import read_cluster_file as read_cluster_file
 from arena_jax.grid.index import FIT_PREFIX as FIT_PREFIX
 from arena_jax.grid.index import Estimate as Estimate
 from arena_jax.grid.index import IndexRow as IndexRow

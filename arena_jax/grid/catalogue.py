@@ -68,6 +68,7 @@ class DeviceType:
         num_cores: multiprocessors of a GPU; ``None`` where unknown.
         fp32_lanes_per_core: float32 lanes of a multiprocessor; ``None`` where unknown.
         cache_bytes: last-level cache; ``None`` where unknown.
+        compute_capability: of a GPU, as ``"8.0"``: what XLA's CUDA compiler goes by; ``None`` where unknown.
         power_w: power limit in watts; ``None`` where unknown.
         process_nm: the maker's name of the process, in nanometres; ``None`` where unknown.
         year: year of release.
@@ -94,6 +95,7 @@ class DeviceType:
     num_cores: int | None = None
     fp32_lanes_per_core: int | None = None
     cache_bytes: int | None = None
+    compute_capability: str | None = None
     power_w: float | None = None
     process_nm: float | None = None
     year: int = 2020
@@ -217,6 +219,47 @@ class Catalogue:
                 said = dict.fromkeys(facts, f"networks.{network} of the cluster file")
                 types[name] = replace(types[name], **facts, sources={**types[name].sources, **said})
         return Catalogue(types)
+
+    def of_cluster(self, tables: Mapping[str, Any], *, source: str) -> "Catalogue":
+        """The catalogue as a cluster file's ``[types.NAME]`` and ``[networks.NAME]`` tables have it.
+
+        Args:
+            source: what faults are reported of.
+        """
+        for key, given in tables.items():
+            if key not in CLUSTER_TABLES:
+                raise UsageError(f"{source}: unknown table {key!r}{nearest(key, CLUSTER_TABLES)}")
+            kind, form = CLUSTER_TABLES[key]
+            members = given.values() if isinstance(given, dict) else given if isinstance(given, list) else ()
+            if not isinstance(given, kind) or not all(isinstance(member, dict) for member in members):
+                raise UsageError(f"{source}: {key!r} must be tables", hint=f"write {form} and its keys below it")
+        return self.extended(tables.get("types", {})).with_networks(tables.get("networks", {}))
+
+    def with_nodes(self, sizes: Mapping[str, int]) -> "Catalogue":
+        """The catalogue with nodes of other sizes, by type."""
+        types = dict(self.types)
+        for name, devices in sizes.items():
+            types[self.canonical(name)] = replace(self[name], devices_per_node=devices)
+        return Catalogue(types)
+
+
+# What a cluster file may hold; queues are the cluster service's.
+CLUSTER_TABLES: Mapping[str, tuple[type, str]] = {
+    "nodes": (list, "[[nodes]]"),
+    "types": (dict, "[types.NAME]"),
+    "networks": (dict, "[networks.NAME]"),
+    "queues": (dict, "[queues.NAME]"),
+}
+
+
+def read_cluster_file(path: str | Path) -> dict[str, Any]:
+    """The tables of a cluster file; raise :class:`UsageError` where it is missing or no TOML."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read cluster file {str(path)!r}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"cluster file {str(path)!r} is not TOML: {error}") from error
 
 
 def _load() -> Catalogue:

@@ -39,10 +39,12 @@ class StageEstimate:
         forward_s: how much of the two times is the first forward pass.
         transfer_s: bringing one microbatch in from the stage before, one way.
         update_s: reducing gradients and updating parameters, once a step.
+        sync_s: how much of ``update_s`` is communication.
         communication: the seconds of ``communication_s`` by cause: collectives of the ``forward`` pass, of
             the ``backward`` pass with what it recomputes, and gathers of sharded ``parameters``.
         memory: the bytes of ``memory_bytes`` by what they hold: ``parameters``, ``gradients``,
             ``optimizer``, ``activations``.
+        collective_bytes: by kind of collective, bytes that one device holds of it, over all of one step.
     """
 
     compute_s: float
@@ -51,8 +53,10 @@ class StageEstimate:
     forward_s: float = 0.0
     transfer_s: float = 0.0
     update_s: float = 0.0
+    sync_s: float = 0.0
     communication: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
+    collective_bytes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def time_s(self) -> float:

@@ -1,6 +1,6 @@
 """What a program's two forms (one stage, pipeline) share: inputs, sums over microbatches, metrics."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,14 @@ from arena_jax.runtime.layout import State
 from arena_jax.values import Last, Sum, Weighted
 
 Metrics = dict[str, Any]
+
+Compile = Callable[[str, Any], Any]
+"""Compiles a lowered program, given what it is called (``"stage 0 forward"``)."""
+
+
+def compile_here(name: str, lowered: Any) -> Any:
+    """Compile for the devices at hand."""
+    return lowered.compile()
 
 
 class Engine(Protocol):

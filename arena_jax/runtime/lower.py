@@ -13,7 +13,7 @@ from arena_jax.compiler.stages import StageGraph, cut_stages
 from arena_jax.compiler.trace import Trace, trace_loss
 from arena_jax.errors import PlanError, counted
 from arena_jax.grid import Plan
-from arena_jax.runtime.engine import Engine
+from arena_jax.runtime.engine import Compile, compile_here
 from arena_jax.runtime.evaluate import Evaluator
 from arena_jax.runtime.layout import Entry, Layout, StageLayout, leaf_names
 from arena_jax.runtime.one_stage import OneStage
@@ -45,10 +45,30 @@ def compile_program(
         UsageError: fewer devices than the plan needs.
     """
     check_batch(problem, plan)
-    skip = nonfinite == "skip"
     placements = place_stages(plan, devices)
     whole = whole or trace_loss(problem, 1)
     check_model(whole, plan)
+    engine, layout = make_engine(problem, plan, placements, whole, nonfinite=nonfinite)
+    evaluator = Evaluator(problem, placements, layout)
+    return Program(problem, plan, layout, engine, evaluator)
+
+
+def make_engine(
+    problem: Problem,
+    plan: Plan,
+    placements: Sequence[StagePlacement],
+    whole: Trace,
+    *,
+    nonfinite: str = "stop",
+    compile: Compile = compile_here,
+) -> tuple[OneStage | Pipeline, Layout]:
+    """Lower and compile every program of a plan's steps.
+
+    Args:
+        placements: the stages' meshes, whose devices need not be here where ``compile`` does not ask for them.
+        whole: the problem's trace at the global batch.
+    """
+    skip = nonfinite == "skip"
     trace = whole if plan.num_microbatches == 1 else trace_loss(problem, plan.num_microbatches)
     update_jaxpr = check_optimizer(problem, trace.jaxpr.outvars[0].aval.dtype, skip_nonfinite=skip)
     stage_graph, layer_nodes = cut_by_plan(whole, trace, plan)
@@ -66,13 +86,10 @@ def compile_program(
         )
     owners = optimizer_owners(problem, update_jaxpr.jaxpr)
     layout = _layout(problem, stage_graph, placements, homes, owners, split)
-    engine: Engine
+    num = plan.num_microbatches
     if split is None:
-        engine = OneStage(problem, functions[0], layout, plan.num_microbatches, skip_nonfinite=skip)
-    else:
-        engine = Pipeline(problem, stage_graph, functions, layout, split, plan.num_microbatches)
-    evaluator = Evaluator(problem, placements, layout)
-    return Program(problem, plan, layout, engine, evaluator)
+        return OneStage(problem, functions[0], layout, num, skip_nonfinite=skip, compile=compile), layout
+    return Pipeline(problem, stage_graph, functions, layout, split, num, compile=compile), layout
 
 
 def check_batch(problem: Problem, plan: Plan) -> None:

@@ -1,6 +1,7 @@
 """A one-stage plan as a single jitted step: microbatches by ``lax.scan``, then the optimizer."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax import lax
 
 from arena_jax.compiler.problem import PARAMS, STATE, Problem
 from arena_jax.compiler.trace import Trace
-from arena_jax.runtime.engine import Metrics, Sums
+from arena_jax.runtime.engine import Compile, Metrics, Sums, compile_here
 from arena_jax.runtime.layout import Layout, StageState, State
 from arena_jax.runtime.optimizer import flat_update
 from arena_jax.runtime.placement import StagePlacement
@@ -28,15 +29,15 @@ class OneStage:
         num_microbatches: int,
         *,
         skip_nonfinite: bool,
+        compile: Compile = compile_here,
     ) -> None:
         self._problem = problem
         self._layout = layout
         self._num_microbatches = num_microbatches
         self._placement = function.placement
         self._batch_shardings = batch_shardings(function.placement, problem, num_microbatches)
-        self._consts = [jax.device_put(c, function.placement.replicated) for c in consts_of(function.trace, function)]
         self._function = function
-        self._step = self._compile(function, skip_nonfinite)
+        self._step = compile("stage 0 step", self._lower(function, skip_nonfinite))
         self._gradients: Any = None
 
     def step(self, state: State, batch: Sequence[np.ndarray]) -> tuple[State, Metrics]:
@@ -56,6 +57,10 @@ class OneStage:
         )
         return [sums], numbers[1], metrics
 
+    @cached_property
+    def _consts(self) -> list[Any]:
+        return [jax.device_put(c, self._placement.replicated) for c in consts_of(self._function.trace, self._function)]
+
     def compiled_text(self) -> str:
         """The compiled step as XLA prints it."""
         text: str = self._step.as_text()
@@ -71,7 +76,7 @@ class OneStage:
             return array
         return array.reshape(self._num_microbatches, len(array) // self._num_microbatches, *array.shape[1:])
 
-    def _compile(self, function: StageFunction, skip_nonfinite: bool) -> Any:
+    def _lower(self, function: StageFunction, skip_nonfinite: bool) -> Any:
         entries = self._layout.stages[0]
         shardings = (
             [e.sharding for e in entries.params],
@@ -88,15 +93,14 @@ class OneStage:
             struct = leaf.struct(rows)
             lead = (self._num_microbatches,) if leaf.has_rows and self._num_microbatches > 1 else ()
             batch.append(jax.ShapeDtypeStruct((*lead, *struct.shape), struct.dtype, sharding=sharding))
-        lowered = jitted.lower(
+        return jitted.lower(
             [e.struct for e in entries.params],
             [e.struct for e in entries.frozen],
             [e.struct for e in entries.state],
             [e.struct for e in self._layout.optimizer],
-            self._consts,
+            const_structs(function),
             batch,
         )
-        return lowered.compile()
 
 
 def make_step(problem: Problem, function: StageFunction, num_microbatches: int, *, skip_nonfinite: bool) -> Any:
@@ -187,6 +191,17 @@ def consts_of(trace: Trace, function: StageFunction) -> list[Any]:
     """Values of the captured constants a stage uses."""
     values = dict(zip(trace.const_vars, trace.consts, strict=True))
     return [values[v] for v in function.stage.consts]
+
+
+def const_structs(function: StageFunction) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of the captured constants a stage uses, which every device of it holds whole."""
+    replicated = function.placement.replicated
+    return [
+        jax.ShapeDtypeStruct(
+            jnp.shape(c), c.dtype if isinstance(c, jax.Array) else jnp.result_type(c), sharding=replicated
+        )
+        for c in consts_of(function.trace, function)
+    ]
 
 
 def _with_scalars(rows: Sequence[Any], batch: Sequence[Any], problem: Problem) -> list[Any]:

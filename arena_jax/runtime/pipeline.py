@@ -8,7 +8,7 @@ import numpy as np
 
 from arena_jax.compiler.problem import Problem
 from arena_jax.compiler.stages import Boundary, StageGraph
-from arena_jax.runtime.engine import Metrics, Sums
+from arena_jax.runtime.engine import Compile, Metrics, Sums, compile_here
 from arena_jax.runtime.layout import Layout, StageState, State
 from arena_jax.runtime.placement import StagePlacement
 from arena_jax.runtime.schedule import FORWARD, one_f_one_b
@@ -29,6 +29,7 @@ class Pipeline:
         layout: Layout,
         split: SplitUpdate,
         num_microbatches: int,
+        compile: Compile = compile_here,
     ) -> None:
         self._problem = problem
         self._functions = functions
@@ -49,11 +50,12 @@ class Pipeline:
                 sent_shardings=[self._specs.at(v, s) for v in function.stage.sent],
                 batch_structs=self._batch_structs(function, self._batch_shardings[s]),
                 num_consumers=[len(by_var[v].consumers) for v in function.stage.sent],
+                compile=compile,
             )
             for s, function in enumerate(functions)
         ]
         self._tasks = one_f_one_b(len(functions), num_microbatches)
-        self._update = UpdateRunner(problem, stage_graph, layout, split, self._stages, num_microbatches)
+        self._update = UpdateRunner(problem, stage_graph, layout, split, self._stages, num_microbatches, compile)
         trace = functions[0].trace
         self._loss_stage = next(s for s, f in enumerate(functions) if 0 in f.stage.outputs)
         sums = Sums(trace=trace)
@@ -63,7 +65,11 @@ class Pipeline:
             for p in range(self._num_outputs)
         ]
         finish = jax.jit(lambda totals: sums.finish(totals, num_microbatches), out_shardings=self._home)
-        self._finish = finish.lower(structs).compile()
+        self._finish = compile(f"stage {self._loss_stage} finish", finish.lower(structs))
+
+    @property
+    def stages(self) -> Sequence[StagePrograms]:
+        return self._stages
 
     @property
     def _home(self) -> Any:

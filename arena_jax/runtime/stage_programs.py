@@ -7,6 +7,7 @@ copy of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -18,8 +19,9 @@ from jax.interpreters import partial_eval
 from arena_jax.compiler.problem import PARAMS, STATE, Problem
 from arena_jax.compiler.stages import StageGraph, is_differentiable
 from arena_jax.compiler.trace import Trace
-from arena_jax.runtime.engine import Sums
+from arena_jax.runtime.engine import Compile, Sums, compile_here
 from arena_jax.runtime.layout import StageLayout
+from arena_jax.runtime.one_stage import const_structs, consts_of
 from arena_jax.runtime.stage_function import StageFunction, StageInputs
 
 
@@ -94,6 +96,7 @@ class StagePrograms:
         backward: ``(kept, inputs, cotangents, gradients) -> (gradients, cotangents of received)``.
         both: for the last stage, ``(pool, microbatch, totals, gradients) -> (dependent state, totals,
             gradients, cotangents of received)``.
+        kept_structs: what one microbatch's forward program keeps for its backward program.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class StagePrograms:
         sent_shardings: Sequence[Any],
         batch_structs: Sequence[Any],
         num_consumers: Sequence[int],
+        compile: Compile = compile_here,
     ) -> None:
         self.function = function
         self.layout = layout
@@ -118,13 +122,11 @@ class StagePrograms:
         self._received_shardings = list(received_shardings)
         self._sent_shardings = list(sent_shardings)
         self._num_consumers = list(num_consumers)
+        self._compile = compile
         trace, placement = function.trace, function.placement
-        values = dict(zip(trace.const_vars, trace.consts, strict=True))
-        self.consts = [jax.device_put(values[v], placement.replicated) for v in function.stage.consts]
-        self.microbatch_numbers = [
-            jax.device_put(np.asarray(m, np.int32), placement.replicated) for m in range(num_microbatches)
-        ]
+        self._number_struct = jax.ShapeDtypeStruct((), np.int32, sharding=placement.replicated)
         self.positions = [p for p in function.stage.outputs if p < self._sums.num_outputs]
+        self.kept_structs: list[jax.ShapeDtypeStruct] = []
         self.gradient_shardings = [placement.gradient(_leaf_name(e.name), e.shape) for e in layout.params]
         self._gradient_structs = [
             jax.ShapeDtypeStruct(e.shape, problem.accumulation_dtype(e.dtype), sharding=s)
@@ -143,6 +145,24 @@ class StagePrograms:
         self.backward: Any = None
         if not is_last:
             self.forward, self.backward = self._compile_pair()
+
+    @cached_property
+    def consts(self) -> list[Any]:
+        replicated = self.function.placement.replicated
+        return [jax.device_put(c, replicated) for c in consts_of(self.function.trace, self.function)]
+
+    @cached_property
+    def microbatch_numbers(self) -> list[Any]:
+        replicated = self.function.placement.replicated
+        return [jax.device_put(np.asarray(m, np.int32), replicated) for m in range(self.num_microbatches)]
+
+    @property
+    def gradient_structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Sums of gradients, which a step holds from its beginning to its end."""
+        return list(self._gradient_structs)
+
+    def _compiled(self, role: str, lowered: Any) -> Any:
+        return self._compile(f"stage {self.function.stage.index} {role}", lowered)
 
     # The pool: everything a microbatch's forward takes, in one flat list.
 
@@ -184,8 +204,7 @@ class StagePrograms:
         )
 
     def _pool_structs(self, advanced: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-        layout, roles, placement = self.layout, self.roles, self.function.placement
-        consts = [jax.ShapeDtypeStruct(c.shape, c.dtype, sharding=placement.replicated) for c in self.consts]
+        layout, roles = self.layout, self.roles
         received = [
             jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=s)
             for v, s in zip(self.function.stage.received, self._received_shardings, strict=True)
@@ -196,7 +215,7 @@ class StagePrograms:
             *(layout.state[i].struct for i in roles.dependent),
             *advanced,
             *(layout.state[i].struct for i in roles.constant),
-            *consts,
+            *const_structs(self.function),
             *batch,
             *received,
         ]
@@ -211,7 +230,7 @@ class StagePrograms:
             return gradients, [jnp.zeros((), s.dtype) for s in self._totals_structs]
 
         shardings = (self.gradient_shardings, [s.sharding for s in self._totals_structs])
-        return jax.jit(start, out_shardings=shardings).lower().compile()
+        return self._compiled("start", jax.jit(start, out_shardings=shardings).lower())
 
     def _compile_advance(self, trace: Trace) -> tuple[Any, list[Any]]:
         """State of every microbatch, stacked, and the state after the step."""
@@ -237,7 +256,7 @@ class StagePrograms:
         entries = [self.layout.state[p] for p in self.roles.advanced]
         replicated = self.function.placement.replicated
         jitted = jax.jit(advance, out_shardings=replicated)
-        compiled = jitted.lower([e.struct for e in entries]).compile()
+        compiled = self._compiled("advance", jitted.lower([e.struct for e in entries]))
         stacked = [
             jax.ShapeDtypeStruct((self.num_microbatches, *e.shape), e.dtype, sharding=replicated) for e in entries
         ]
@@ -311,8 +330,8 @@ class StagePrograms:
             self._received_float_shardings(),
         )
         jitted = jax.jit(both, donate_argnums=(2, 3), out_shardings=shardings)
-        number = self.microbatch_numbers[0]
-        return jitted.lower(self.pool_structs, number, self._totals_structs, self._gradient_structs).compile()
+        lowered = jitted.lower(self.pool_structs, self._number_struct, self._totals_structs, self._gradient_structs)
+        return self._compiled("both", lowered)
 
     def _compile_pair(self) -> tuple[Any, Any]:
         def forward(pool: list[Any], microbatch: Any, totals: list[Any]) -> Any:
@@ -326,10 +345,10 @@ class StagePrograms:
             None,
         )
         lowered = jax.jit(forward, donate_argnums=(2,), out_shardings=shardings).lower(
-            self.pool_structs, self.microbatch_numbers[0], self._totals_structs
+            self.pool_structs, self._number_struct, self._totals_structs
         )
-        compiled = lowered.compile()
-        kept = [
+        compiled = self._compiled("forward", lowered)
+        self.kept_structs = kept = [
             jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
             for info, sharding in zip(lowered.out_info[3], compiled.output_shardings[3], strict=True)
         ]
@@ -347,7 +366,7 @@ class StagePrograms:
         jitted = jax.jit(
             backward, donate_argnums=(3,), out_shardings=(self.gradient_shardings, self._received_float_shardings())
         )
-        return compiled, jitted.lower(kept, inputs, cotangents, self._gradient_structs).compile()
+        return compiled, self._compiled("backward", jitted.lower(kept, inputs, cotangents, self._gradient_structs))
 
 
 def _pick(stacked: Any, index: Any) -> Any:

@@ -1,6 +1,7 @@
 """Compile and run the split optimizer step of a pipeline."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 
 from arena_jax.compiler.problem import Problem
 from arena_jax.compiler.stages import StageGraph
+from arena_jax.runtime.engine import Compile, compile_here
 from arena_jax.runtime.layout import Layout, State
 from arena_jax.runtime.stage_programs import StagePrograms
 from arena_jax.runtime.update import Slot, SplitUpdate, UpdateProgram, Value
@@ -26,6 +28,7 @@ class UpdateRunner:
         split: SplitUpdate,
         stages: Sequence[StagePrograms],
         num_microbatches: int,
+        compile: Compile = compile_here,
     ) -> None:
         self._layout = layout
         self._split = split
@@ -35,10 +38,13 @@ class UpdateRunner:
         ]
         self._optimizer_keys = _optimizer_keys(split, len(stages))
         self._placements = [s.function.placement for s in stages]
-        weight = np.asarray(num_microbatches, stage_graph.graph.trace.jaxpr.outvars[1].aval.dtype)
-        self._weights = [jax.device_put(weight, p.replicated) for p in self._placements]
+        self._weight = np.asarray(num_microbatches, stage_graph.graph.trace.jaxpr.outvars[1].aval.dtype)
         self._add = jax.jit(lambda a, b: a + b, donate_argnums=0)
-        self._compiled = self._compile()
+        self._compiled = self._compile(compile)
+
+    @cached_property
+    def _weights(self) -> list[Any]:
+        return [jax.device_put(self._weight, p.replicated) for p in self._placements]
 
     def __call__(
         self, state: State, gradients: Sequence[Sequence[Any]], weight: Any, loss: Any
@@ -123,7 +129,7 @@ class UpdateRunner:
 
     # Compilation.
 
-    def _compile(self) -> list[tuple[UpdateProgram, Any]]:
+    def _compile(self, compile: Compile) -> list[tuple[UpdateProgram, Any]]:
         shardings: dict[tuple[Value, int], Any] = {}
         known = self._known_shardings()
         wanted: dict[Value, Any] = {
@@ -163,7 +169,8 @@ class UpdateRunner:
                 structs.append(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
             outs = [wanted.get(v) for v in program.outputs]
             function = _positional(program)
-            done = jax.jit(function, donate_argnums=tuple(donated), out_shardings=outs).lower(*structs).compile()
+            lowered = jax.jit(function, donate_argnums=tuple(donated), out_shardings=outs).lower(*structs)
+            done = compile(f"stage {program.stage} update", lowered)
             for value, sharding in zip(program.outputs, done.output_shardings, strict=True):
                 shardings[value, program.stage] = sharding
             compiled.append((program, done))

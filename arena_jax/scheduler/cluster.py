@@ -1,6 +1,5 @@
 """The cluster: nodes of device types, read from TOML, and the columns policies choose from."""
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +8,7 @@ from typing import Any
 import numpy as np
 
 from arena_jax.errors import UsageError, nearest
-from arena_jax.grid import CATALOGUE, Allocation, Catalogue
-
-_TABLES = ("nodes", "types", "networks", "queues")
+from arena_jax.grid import CATALOGUE, Allocation, Catalogue, read_cluster_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +78,7 @@ class Cluster:
     @classmethod
     def load(cls, path: str | Path) -> "Cluster":
         """Read a cluster file; raise :class:`UsageError` that names the table and key at fault."""
-        try:
-            tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UsageError(f"cannot read cluster file {str(path)!r}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UsageError(f"cluster file {str(path)!r} is not TOML: {error}") from error
-        return cls.from_tables(tables, source=str(path))
+        return cls.from_tables(read_cluster_file(path), source=str(path))
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any], *, source: str = "cluster") -> "Cluster":
@@ -95,16 +86,22 @@ class Cluster:
 
         ``[queues.NAME]`` tables are the cluster service's.
         """
-        for key in tables:
-            if key not in _TABLES:
-                raise UsageError(f"{source}: unknown table {key!r}{nearest(key, _TABLES)}")
-        for key, kind, form in (("nodes", list, "[[nodes]]"), ("types", dict, "[types.NAME]"),
-                                ("networks", dict, "[networks.NAME]"), ("queues", dict, "[queues.NAME]")):  # fmt: skip
-            given = tables.get(key, kind())
-            members = given.values() if isinstance(given, dict) else given if isinstance(given, list) else ()
-            if not isinstance(given, kind) or not all(isinstance(member, dict) for member in members):
-                raise UsageError(f"{source}: {key!r} must be tables", hint=f"write {form} and its keys below it")
-        catalogue = CATALOGUE.extended(tables.get("types", {})).with_networks(tables.get("networks", {}))
+        catalogue = CATALOGUE.of_cluster(tables, source=source)
+        groups = cls._groups(tables, catalogue, source)
+        return cls(groups, catalogue)
+
+    @staticmethod
+    def catalogue_of(path: str | Path) -> Catalogue:
+        """The types of a cluster file; its ``[[nodes]]``, which may be missing, say how large nodes are."""
+        tables = read_cluster_file(path)
+        catalogue = CATALOGUE.of_cluster(tables, source=str(path))
+        sizes: dict[str, int] = {}
+        for group in Cluster._groups(tables, catalogue, str(path)):
+            sizes[group.device_type] = max(group.devices_per_node, sizes.get(group.device_type, 0))
+        return catalogue.with_nodes(sizes)
+
+    @staticmethod
+    def _groups(tables: Mapping[str, Any], catalogue: Catalogue, source: str) -> tuple[NodeGroup, ...]:
         merged: dict[tuple[str, int], int] = {}
         for i, table in enumerate(tables.get("nodes", ())):
             for key in table:
@@ -124,8 +121,7 @@ class Cluster:
                         f"{source}: nodes[{i}].{key} must be a whole number of at least {least}, got {value!r}"
                     )
             merged[name, devices] = merged.get((name, devices), 0) + count
-        groups = (NodeGroup(device_type=n, num_nodes=c, devices_per_node=d) for (n, d), c in merged.items() if c)
-        return cls(tuple(groups), catalogue)
+        return tuple(NodeGroup(device_type=n, num_nodes=c, devices_per_node=d) for (n, d), c in merged.items() if c)
 
 
 class Columns:
