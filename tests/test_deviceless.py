@@ -191,6 +191,8 @@ def test_a_stage_of_a_pipeline_at_its_fullest() -> None:
     assert account_of_stage(large_backward, resident, in_flight=8).memory_bytes == 1000 + 7 + 8 * 60 + 610
     large_update = {**programs, "update": [replace(update, temp_bytes=2000), update]}
     assert account_of_stage(large_update, resident, in_flight=1).memory_bytes == 1000 + 2010 + 15
+    start = {**programs, "start": [Compiled(output_bytes=5000)]}  # the sums of gradients, which are resident
+    assert account_of_stage(start, resident, in_flight=1) == account_of_stage(programs, resident, in_flight=1)
 
 
 def test_a_refused_program_makes_its_stage_miss_memory() -> None:
@@ -344,13 +346,17 @@ def test_a_plugin_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -
         extras.versions("cuda")
 
 
-def test_a_compiler_that_dies_is_reported_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_dies_is_reported_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = row_of(1)
     assert row.plan is not None
     monkeypatch.setattr(client, "versions", lambda platform: {})
-    with pytest.raises(CompileFailed, match=r"no recipe|nothing_of_this_name") as caught:
-        list(compile_plans("nothing_of_this_name", [], [row.plan]))
+    monkeypatch.setattr(client, "_environment", lambda: {"PYTHONHOME": "/nowhere"})  # no Python starts with that
+    monkeypatch.setenv("ARENA_JAX_HOME", str(tmp_path))
+    with pytest.raises(CompileFailed, match=r"process ended with \d+: \S+") as caught:
+        list(compile_plans("gpt_tiny", [], [row.plan]))
     assert "without --aot" in caught.value.hint
+    assert str(tmp_path) in caught.value.hint
+    assert "encodings" in (tmp_path / "deviceless" / "failed.log").read_text()
 
 
 def test_a_cpu_is_left_to_train(plan: Any) -> None:

@@ -138,6 +138,17 @@ def test_a_scan_may_be_cut_between_any_two_iterations(name: str) -> None:
             assert pieces == {(start, stop)}
 
 
+def test_a_stack_that_is_cast_before_its_scan_is_held_in_pieces_alone() -> None:
+    """The parameters are cast for the loss: what is left of the cast of a whole stack is nobody's."""
+    analysis = recipe_analysis("gpt", "model.scan_layers=true", "precision.compute=bfloat16")
+    (node,) = [i for i, n in enumerate(analysis.graph.nodes) if n.eqn.primitive.name == "scan"]
+    stage_graph = cut(analysis, [Position(0), Position(node, 2)])
+    units = [stage_graph.graph.units[v] for stage in stage_graph.stages for v in stage.params]
+    stacked = {u.leaf for u in units if u.is_piece}
+    assert stacked
+    assert not {u.leaf for u in units if not u.is_piece} & stacked
+
+
 def test_tied_embeddings_are_used_in_two_stages() -> None:
     analysis, _ = values("tied embedding")
     stage_graph = cut(analysis, [Position(0), analysis.layers.starts[5]])

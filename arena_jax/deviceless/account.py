@@ -88,7 +88,8 @@ def account_of_stage(programs: Mapping[str, Sequence[Compiled]], resident: Resid
     for program in programs.get("both", ()):
         peaks.append(resident.always + resident.received + program.fresh_bytes)
     for role in ("start", "advance", "finish"):
-        peaks += [resident.always + program.fresh_bytes for program in programs.get(role, ())]
+        # What these make is resident.
+        peaks += [resident.always + program.temp_bytes for program in programs.get(role, ())]
     # What one update program makes, the next may read.
     peaks.append(resident.always + sum(program.fresh_bytes for program in programs.get("update", ())))
     every = [program for role in programs.values() for program in role]

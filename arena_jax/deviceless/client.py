@@ -18,6 +18,8 @@ from arena_jax.errors import ArenaError
 from arena_jax.grid import CATALOGUE, Catalogue, Plan
 
 _MESSAGE_CHARS = 300
+# Flags in the environment change what a program compiles to.
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 class CompileFailed(ArenaError):
@@ -86,7 +88,7 @@ def compile_plans(
         "recipe": recipe,
         "overrides": list(overrides),
         "devices": {name: asdict(catalogue[name]) for name in sorted(names)},
-        "versions": found,
+        "versions": found | {name: os.environ.get(name, "") for name in _FLAGS},
         "folder": str(home.deviceless()),
         "plans": [(number, plan.to_json()) for number, plan in enumerate(plans)],
     }

@@ -188,7 +188,8 @@ def _resident(stage: StagePrograms, state: Sequence[jax.ShapeDtypeStruct]) -> Re
     pool = stage.pool_structs
     received = pool[len(pool) - num_received :]
     # States ahead of all microbatches, constants and the batch: what of the pool no entry of the state is.
-    beside = pool[num_state : len(pool) - num_received]
+    constant = num_state + len(stage.roles.advanced)
+    beside = [*pool[num_state:constant], *pool[constant + len(stage.roles.constant) : len(pool) - num_received]]
     kept_inputs = [pool[i] for i in stage.residuals.from_inputs if i >= len(pool) - num_received]
     return Resident(
         always=_bytes(state) + _bytes(stage.gradient_structs) + _bytes(beside),
