@@ -17,8 +17,9 @@ from arena_jax.device_type import ENV_TYPE, cpu_type
 from arena_jax.errors import ArenaError, InfeasibleError, UsageError
 from arena_jax.grid import CATALOGUE, Allocation, GridShape, IndexRow, Plan, PlanIndex, PlanStore
 from arena_jax.recipe.schema import PlanSection
-from arena_jax.runtime.contract import Compiled, Program
+from arena_jax.runtime.contract import Compiled
 from arena_jax.runtime.lower import compile_program
+from arena_jax.runtime.program import Program
 
 # What is inside jax's `device_kind`, most specific first, and the catalogue's name for it.
 _KINDS = {
@@ -114,7 +115,7 @@ class Planner:
         """Compile a plan for the first devices, or for those with the given numbers."""
         self.check_fits(candidate.plan.grid.allocation)
         devices = self.devices if device_numbers is None else self._numbered(device_numbers)
-        program: Program = compile_program(self.problem, candidate.plan, devices, nonfinite=self._nonfinite)
+        program = compile_program(self.problem, candidate.plan, devices, nonfinite=self._nonfinite)
         return Compiled(
             program=program,
             estimated_step_time_s=candidate.estimated_step_time_s,
@@ -133,7 +134,10 @@ class Planner:
 
     def recompile(self, target: GridShape | Allocation, device_numbers: Sequence[int] | None = None) -> Compiled:
         """Plan and compile for another target; what a swap needs."""
-        return self.compile(choose(self.search(target), target), device_numbers)
+        compiled = self.compile(choose(self.search(target), target), device_numbers)
+        assert isinstance(compiled.program, Program)
+        compiled.program.warm_up()
+        return compiled
 
     def check_fits(self, allocation: Allocation) -> None:
         """Raise :class:`UsageError` when the allocation is not part of the devices at hand."""

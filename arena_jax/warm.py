@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # How nice the process is: what somebody waits for leaves the steps most of the processor, what may never
 # be needed leaves them nearly all of it.
-URGENT_NICE, PREPARE_NICE = 2, 7
+URGENT_NICE, PREPARE_NICE = 2, 10
 _POLL_S = 0.05
 _END_S = 2.0
 

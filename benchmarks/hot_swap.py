@@ -4,7 +4,12 @@ The training is the real loop with the real hook; the plan asked for is planned 
 `arena-jax train`, by another process first, with empty caches. Prepared changes go back and forth
 between plans that have been compiled.
 
-    python -m benchmarks.hot_swap [--recipe gpt_tiny] [--only-table]
+    python -m benchmarks.hot_swap [--recipe gpt_tiny] [--no-restart]
+    python -m benchmarks.hot_swap --resize cpu:4        # only what the grid prunes
+
+What the grid prunes at a resize is measured beside it: planning and compiling the one grid that an index names,
+against planning every grid of the allocation and compiling the best plan of each, as who has no index must to know
+which is fastest.
 
 For gpt_100m the batch is cut to what two cores can step in seconds; the state that moves stays as large.
 """
@@ -50,8 +55,8 @@ TASKS = {
         overrides=(),
         start="cpu:8/s1",
         unprepared=("cpu:4/s2", "cpu:4/s1"),
-        prepared=("cpu:8/s1", "cpu:4/s2") * 4,
-        settle=12,
+        prepared=("cpu:8/s1", "cpu:4/s2") * 3,
+        settle=10,
     ),
     "gpt_100m": Task(
         recipe="gpt_100m",
@@ -188,6 +193,52 @@ def read(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def resize(allocation: str) -> dict[str, Any]:
+    """Seconds of planning and compiling gpt_tiny for an allocation, pruned by the grid and not; nothing cached."""
+    import jax
+
+    from arena_jax.cli.train import start_jax
+    from arena_jax.grid import Allocation
+    from arena_jax.job import build
+    from arena_jax.planner import Planner, candidate_of, choose
+    from arena_jax.recipe import load_recipe
+
+    start_jax(NUM_DEVICES)
+    jax.config.update("jax_enable_compilation_cache", False)
+    job = build(load_recipe("gpt_tiny", ()))
+    target = Allocation.parse(allocation)
+
+    def timed(do: Any) -> tuple[Any, dict[str, float]]:
+        jax.clear_caches()
+        planner = Planner(job.problem(), name=job.name)
+        began, began_cpu = time.perf_counter(), time.process_time()
+        done = do(planner)
+        return done, {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - began_cpu}
+
+    def every(planner: Any) -> Any:
+        index = planner.search(target)
+        rows = [row for row in index if row.feasible]
+        for row in rows:
+            planner.compile(candidate_of(row))
+        return index, rows
+
+    timed(lambda planner: planner.search(target))  # imports, measurements of the node
+    (index, rows), unpruned = timed(every)
+    grid = choose(index, target).plan.grid
+    _, pruned = timed(lambda planner: planner.recompile(grid))
+    _, planned = timed(lambda planner: planner.search(grid))
+    _, planned_all = timed(lambda planner: planner.search(target))
+    return {
+        "allocation": allocation,
+        "grid": str(grid),
+        "grids": len(rows),
+        "pruned": pruned,
+        "unpruned": unpruned,
+        "planning_pruned": planned,
+        "planning_unpruned": planned_all,
+    }
+
+
 def restart(name: str, folder: Path) -> float:
     """Seconds from the command of a resumed training to its first step, with warm caches."""
     task = TASKS[name]
@@ -208,12 +259,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--recipe", choices=sorted(TASKS), help="only this one; the others' results stay")
     parser.add_argument("--measure", choices=sorted(TASKS), help=argparse.SUPPRESS)
     parser.add_argument("--no-restart", action="store_true", help="leave out checkpoint and restart")
+    parser.add_argument("--resize", metavar="ALLOCATION", help="only planning and compiling at a resize to it")
     options = parser.parse_args(argv)
     if options.measure:
         print(json.dumps(measure(options.measure)))
         return 0
     results = _earlier()
-    for name in [options.recipe] if options.recipe else list(TASKS):
+    if options.resize or not options.recipe:
+        results["resize"] = resize(options.resize or "cpu:4")
+    names = [] if options.resize else [options.recipe] if options.recipe else list(TASKS)
+    for name in names:
         with tempfile.TemporaryDirectory() as home:  # empty caches
             environment = os.environ | {"ARENA_JAX_HOME": home, "JAX_PLATFORMS": "cpu"}
             environment.pop("JAX_COMPILATION_CACHE_DIR", None)
@@ -244,6 +299,8 @@ def report(results: dict[str, Any]) -> None:
     head = ["recipe", "change", "n", "stall", "with first step", "limit", "step", "moved", "GB/s", "slowed median, max"]
     rows, notes = [], []
     for name, result in results.items():
+        if name == "resize":
+            continue
         for prepared in (False, True):
             swaps = [s for s in result["swaps"] if s["prepared"] == prepared]
             if not swaps:
@@ -275,6 +332,8 @@ def report(results: dict[str, Any]) -> None:
                 f"{name}: checkpoint and restart took {result['restart_s']:.1f} s, "
                 f"{result['restart_s'] / statistics.median(stalls):.0f} times the median prepared change;"
             )
+    if "resize" in results:
+        notes.append(_resize_note(results["resize"]))
     lines = [
         *table(head, rows),
         "",
@@ -286,6 +345,18 @@ def report(results: dict[str, Any]) -> None:
         *(f"- {note.rstrip(';')}" for note in notes),
     ]
     write("hot_swap", title="Changing the plan of a running training", lines=lines, data={"tasks": results})
+
+
+def _resize_note(found: dict[str, Any]) -> str:
+    few, every = found["pruned"], found["unpruned"]
+    plan, plan_all = found["planning_pruned"], found["planning_unpruned"]
+    return (
+        f"gpt_tiny, resize to {found['allocation']}: planning and compiling {few['wall_s']:.1f} s with the grid "
+        f"({found['grid']}) given, {every['wall_s']:.1f} s without ({found['grids']} grids), "
+        f"{every['wall_s'] / few['wall_s']:.1f} times (processor time {few['cpu_s']:.1f} s and {every['cpu_s']:.1f} s, "
+        f"{every['cpu_s'] / few['cpu_s']:.1f} times); planning alone {plan['wall_s']:.1f} s and "
+        f"{plan_all['wall_s']:.1f} s;"
+    )
 
 
 def _ms(seconds: float) -> str:

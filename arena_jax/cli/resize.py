@@ -55,7 +55,7 @@ def command(
     else:
         answer = ask(folder, {"target": grid, "deadline_s": deadline, "reason": reason or "resize"})
         if wait:
-            answer |= _outcome(folder, str(answer["id"]))
+            answer |= _outcome(folder, str(answer["id"]), stops=grid.strip() == "stop")
         else:
             console.note(f"asked for {grid}; {folder}/events.jsonl says when it is made or refused")
     if as_json:
@@ -82,8 +82,8 @@ def _resize_job(job: str, grid: str, state: Path | None, as_json: bool, *, other
         console.emit_json({"jobs": [answer["job"]]})
 
 
-def _outcome(folder: Path, name: str) -> dict[str, Any]:
-    """Follow a request to its end."""
+def _outcome(folder: Path, name: str, *, stops: bool) -> dict[str, Any]:
+    """Follow a request to its end, which may be that of the training."""
     from arena_jax import relaunch
     from arena_jax.control import ask
 
@@ -96,8 +96,11 @@ def _outcome(folder: Path, name: str) -> dict[str, Any]:
             if (folder / relaunch.FILE_NAME).exists():  # between two processes of the run
                 said = {"outcome": "pending"}
                 continue
-            said = {"outcome": "ended"}
-    if said["outcome"] == "done":
+            said = {"outcome": "done", "state": "stopped"} if stops else {"outcome": "ended"}
+    if said["outcome"] == "done" and said.get("state") in ("paused", "stopped"):
+        at = f" at step {said['step']}" if "step" in said else ""
+        console.note(f"{said['state']}{at}")
+    elif said["outcome"] == "done":
         console.note(f"runs on {said.get('grid')} since about step {said.get('step')}")
     elif said["outcome"] == "refused":
         console.error("; ".join(said.get("errors") or ["it was refused"]))

@@ -362,7 +362,7 @@ def _say(report: Mapping[str, Any], tracker: "MLflowTracker | None") -> None:
     losses = report["losses"]
     loss = f", loss {losses[0]:.4g} -> {losses[-1]:.4g}" if losses else ""
     console.note(f"{report['stop_reason']} after step {report['steps']}{loss}; kept in {report['run_dir']}")
-    if report["stop_reason"] in _EXIT_CODES:
+    if report["stop_reason"] in _EXIT_CODES and Path(report["checkpoint_dir"]).is_dir():
         console.note("the same command goes on from here")
     if tracker is not None:
         console.note(f"to look at the curves: {tracker.how_to_open()}")

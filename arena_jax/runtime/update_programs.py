@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from arena_jax.compiler.problem import Problem
@@ -39,7 +40,7 @@ class UpdateRunner:
         self._optimizer_keys = _optimizer_keys(split, len(stages))
         self._placements = [s.function.placement for s in stages]
         self._weight = np.asarray(num_microbatches, stage_graph.graph.trace.jaxpr.outvars[1].aval.dtype)
-        self._add = jax.jit(lambda a, b: a + b, donate_argnums=0)
+        self._adders = self._compile_adders(compile)
         self._compiled = self._compile(compile)
 
     @cached_property
@@ -81,7 +82,7 @@ class UpdateRunner:
                 else:
                     # A tied parameter: its first user owns it, the others' gradients come to it.
                     moved = jax.device_put(gradient, inputs[gradient_key].sharding)
-                    inputs[gradient_key] = self._add(inputs[gradient_key], moved)
+                    inputs[gradient_key] = self._adders[key](inputs[gradient_key], moved)
         inputs.update(zip(self._optimizer_keys, state.optimizer, strict=True))
         for value in self._wanted_inputs:
             kind, _, slot = value.input_key
@@ -128,6 +129,27 @@ class UpdateRunner:
         return [v for p in self._split.programs for v in p.inputs if v.input_key is not None]
 
     # Compilation.
+
+    def _compile_adders(self, compile: Compile) -> dict[Key, Any]:
+        """For each tied parameter what adds another user's gradient to the owner's.
+
+        Compiled now: a jit would compile in the first step.
+        """
+        owned, tied = {}, set()
+        for s, keys in enumerate(self._unit_of):
+            for key, struct in zip(keys, self._stages[s].gradient_structs, strict=True):
+                if key[2].stage == s:
+                    owned[key] = struct
+                else:
+                    tied.add(key)
+        return {
+            key: compile(
+                f"add gradient {key[1]}",
+                jax.jit(jnp.add, donate_argnums=0, out_shardings=struct.sharding).lower(struct, struct),
+            )
+            for key, struct in owned.items()
+            if key in tied
+        }
 
     def _compile(self, compile: Compile) -> list[tuple[UpdateProgram, Any]]:
         shardings: dict[tuple[Value, int], Any] = {}
