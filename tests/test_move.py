@@ -213,3 +213,13 @@ def test_any_state_moves_within_any_budget_that_holds_its_two_forms(leaves: list
     assert set(where.values()) <= {"new"}
     for d in devices:
         assert usage[d] == sum(leaf.new.get(d, 0) for leaf in leaves)
+
+
+def test_a_step_on_zeros_leaves_nothing_behind() -> None:
+    program, state = trained("four")
+    gc.collect()
+    before = sum(array.nbytes for array in jax.live_arrays())
+    program.warm_up()
+    gc.collect()
+    assert sum(array.nbytes for array in jax.live_arrays()) == before
+    program.step(state, tower_batch(1))
