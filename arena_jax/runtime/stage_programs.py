@@ -128,7 +128,7 @@ class StagePrograms:
         self.positions = [p for p in function.stage.outputs if p < self._sums.num_outputs]
         self.kept_structs: list[jax.ShapeDtypeStruct] = []
         self.gradient_shardings = [placement.gradient(_leaf_name(e.name), e.shape) for e in layout.params]
-        self.gradient_structs = [
+        self._gradient_structs = [
             jax.ShapeDtypeStruct(e.shape, problem.accumulation_dtype(e.dtype), sharding=s)
             for e, s in zip(layout.params, self.gradient_shardings, strict=True)
         ]
@@ -159,7 +159,7 @@ class StagePrograms:
     @property
     def gradient_structs(self) -> list[jax.ShapeDtypeStruct]:
         """Sums of gradients, which a step holds from its beginning to its end."""
-        return list(self.gradient_structs)
+        return list(self._gradient_structs)
 
     def _compiled(self, role: str, lowered: Any) -> Any:
         return self._compile(f"stage {self.function.stage.index} {role}", lowered)
@@ -226,7 +226,7 @@ class StagePrograms:
         """Zero gradients and totals of a step."""
 
         def start() -> tuple[list[Any], list[Any]]:
-            gradients = [jnp.zeros(s.shape, s.dtype) for s in self.gradient_structs]
+            gradients = [jnp.zeros(s.shape, s.dtype) for s in self._gradient_structs]
             return gradients, [jnp.zeros((), s.dtype) for s in self._totals_structs]
 
         shardings = (self.gradient_shardings, [s.sharding for s in self._totals_structs])
@@ -330,7 +330,7 @@ class StagePrograms:
             self._received_float_shardings(),
         )
         jitted = jax.jit(both, donate_argnums=(2, 3), out_shardings=shardings)
-        lowered = jitted.lower(self.pool_structs, self._number_struct, self._totals_structs, self.gradient_structs)
+        lowered = jitted.lower(self.pool_structs, self._number_struct, self._totals_structs, self._gradient_structs)
         return self._compiled("both", lowered)
 
     def _compile_pair(self) -> tuple[Any, Any]:
@@ -366,7 +366,7 @@ class StagePrograms:
         jitted = jax.jit(
             backward, donate_argnums=(3,), out_shardings=(self.gradient_shardings, self._received_float_shardings())
         )
-        return compiled, self._compiled("backward", jitted.lower(kept, inputs, cotangents, self.gradient_structs))
+        return compiled, self._compiled("backward", jitted.lower(kept, inputs, cotangents, self._gradient_structs))
 
 
 def _pick(stacked: Any, index: Any) -> Any:
