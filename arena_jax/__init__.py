@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from arena_jax.compiler.rules.kernels import sharding_rule as sharding_rule
+    from arena_jax.closure import submit as submit
     from arena_jax.errors import ArenaError as ArenaError
     from arena_jax.errors import CheckpointError as CheckpointError
     from arena_jax.errors import DataError as DataError
@@ -42,6 +43,7 @@ _HOME_OF = {
     name: module
     for module, names in {
         "arena_jax.compiler.rules.kernels": ("sharding_rule",),
+        "arena_jax.closure": ("submit",),
         "arena_jax.errors": (
             "ArenaError",
             "CheckpointError",

@@ -58,10 +58,16 @@ def plan(task: Mapping[str, Any]) -> None:
     cluster = Cluster.from_tables(task["cluster"])
     allocations = [Allocation.parse(text, cluster.catalogue) for text in task["allocations"]]
     start_jax()
-    recipe = load_recipe(task["recipe"])
-    job = build(recipe)
-    problem, name, constraints = job.problem(), job.name, constraints_of(recipe.plan)
-    num_microbatches = recipe.plan.num_microbatches
+    if task["kind"] == "closure":
+        from arena_jax.closure import problem_of
+
+        name, constraints = "fit", None
+        problem, num_microbatches = problem_of(Path(task["recipe"]))
+    else:
+        recipe = load_recipe(task["recipe"])
+        job = build(recipe)
+        problem, name, constraints = job.problem(), job.name, constraints_of(recipe.plan)
+        num_microbatches = recipe.plan.num_microbatches
     print(f"planning {name}: traced", flush=True)
     search = StoredSearch(problem, plan_store(), name=name, catalogue=cluster.catalogue)
     groups = [[a for a in allocations if a.device_type == kind] for kind in cluster.types]
@@ -98,6 +104,11 @@ def train(task: Mapping[str, Any]) -> int:
 
     pace = Pace({int(number): float(seconds) for number, seconds in task["pace_s"].items()})
     with StopSignals() as signals:
+        if task["kind"] == "closure":
+            from arena_jax.closure import run_closure
+
+            start_jax(task["most_devices"])
+            return run_closure(task, signals, pace)
         recipe = load_recipe(task["recipe"])
         overrides = [f"plan.grid={task['grid']}", f"checkpoint.dir={json.dumps(task['folder'])}", "hook.socket=auto"]
         if not recipe.checkpoint.every:
