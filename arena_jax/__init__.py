@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from arena_jax.compiler.rules.kernels import sharding_rule as sharding_rule
     from arena_jax.closure import submit as submit
+    from arena_jax.compiler.rules.kernels import sharding_rule as sharding_rule
     from arena_jax.errors import ArenaError as ArenaError
     from arena_jax.errors import CheckpointError as CheckpointError
     from arena_jax.errors import DataError as DataError

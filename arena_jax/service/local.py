@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ _KEEPER = Path(__file__).with_name("keeper.py")
 # In the environment of every process of a run, so that none is overlooked.
 TOKEN = "ARENA_JAX_RUN"
 _ASK_TIMEOUT_S = 1.0
+# An event log that says nothing for so long may be on a full disk: the training is asked itself.
+_QUIET_S = 10.0
 # A process that was launched must have its keeper's word for it within so long.
 _BEGIN_S = 20.0
 
@@ -39,6 +41,7 @@ class LocalExecutor:
 
     Args:
         state: the service's state folder.
+        worker: how the process of a training is started; a file with its task is appended.
 
     Raises:
         UsageError: the cluster has device types that are not virtual CPU devices.
@@ -46,7 +49,7 @@ class LocalExecutor:
 
     elastic = True
 
-    def __init__(self, state: Path, cluster: Cluster) -> None:
+    def __init__(self, state: Path, cluster: Cluster, *, worker: Sequence[str] | None = None) -> None:
         for name in cluster.types:
             if cluster.catalogue[name].platform != "cpu":
                 raise UsageError(
@@ -54,6 +57,7 @@ class LocalExecutor:
                     hint="give the type threads = 1 and a nominal peak_flops in a [types.NAME] table",
                 )
         self._folder = state / "jobs"
+        self._worker = list(worker or worker_argv())
         self._readers: dict[int, RunReader] = {}
         self._keepers: dict[int, subprocess.Popen[bytes]] = {}
         self._asked: dict[int, tuple[int, str, str]] = {}
@@ -140,6 +144,8 @@ class LocalExecutor:
                 code = 0
             return Heartbeat(alive=False, exit_code=code, progress=reader.progress())
         self._check_keeper(job, run)
+        if not job.spec.rigid:
+            self._check_quiet(reader)
         told, why = self._told(job, reader)
         return Heartbeat(alive=True, progress=reader.progress(), told=told, why=why)
 
@@ -177,6 +183,17 @@ class LocalExecutor:
             return "pending", ""
         outcome = str(said.get("outcome"))
         return ("refused" if outcome == "replaced" else outcome), "; ".join(map(str, said.get("errors") or []))
+
+    @staticmethod
+    def _check_quiet(reader: RunReader) -> None:
+        now = time.time()
+        if reader.folder is None or now - max(reader.seen_at, reader.asked_at) < _QUIET_S:
+            return
+        reader.asked_at = now
+        with suppress(ArenaError):
+            step = ask(reader.folder, {"state": None}, timeout_s=_ASK_TIMEOUT_S).get("step")
+            if step is not None and step != reader.asked_step:
+                reader.asked_step, reader.seen_at = step, now
 
     def _check_keeper(self, job: Job, run: Path) -> None:
         """What a killed keeper has left behind is killed as well."""
@@ -224,7 +241,7 @@ class LocalExecutor:
             "queue": spec.queue,
         }
         _write(run / "task.json", task)
-        return [*worker_argv(), str(run / "task.json")], spec.folder if os.path.isdir(spec.folder) else str(folder)
+        return [*self._worker, str(run / "task.json")], spec.folder if os.path.isdir(spec.folder) else str(folder)
 
 
 def worker_argv() -> list[str]:

@@ -28,12 +28,17 @@ class RunReader:
     Attributes:
         folder: the run directory, once there is one.
         done: whether the training said that it came to its end.
+        seen_at: unix time of the latest sign of life.
+        asked_at, asked_step: when the training was last asked itself, and the step that it named.
     """
 
     def __init__(self, root: Path, *, run: int, since: float) -> None:
         self.run = run
         self.folder: Path | None = None
         self.done = False
+        self.seen_at = 0.0
+        self.asked_at = 0.0
+        self.asked_step: int | None = None
         self._root, self._since = root, since - _SLACK_S
         self._offset = 0
         self._step: int | None = None
@@ -42,7 +47,6 @@ class RunReader:
         self._num_devices = 0
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self._num_steps = 0
-        self._seen_at = 0.0
         self._points: list[Point] = []
 
     def read(self) -> None:
@@ -77,7 +81,7 @@ class RunReader:
             step_time_s=statistics.median(self._times) if len(self._times) >= _FEWEST else None,
             grid=self._grid,
             num_devices=self._num_devices,
-            seen_at=self._seen_at,
+            seen_at=self.seen_at,
             points=points,
         )
 
@@ -85,7 +89,7 @@ class RunReader:
         at = event.get("time")
         if not isinstance(at, int | float) or at < self._since:
             return
-        self._seen_at = float(at)
+        self.seen_at = float(at)
         kind = event["kind"]
         try:
             if kind == "plan":

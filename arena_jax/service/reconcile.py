@@ -30,7 +30,7 @@ from arena_jax.service.executor import Executor, Heartbeat, LaunchError, Orders
 from arena_jax.service.indexing import Indexer
 from arena_jax.service.job import ENDED, LIVE, Held, Job, Phase, Place
 from arena_jax.service.queues import Queues, Usage, worth_of
-from arena_jax.service.store import Point, Store
+from arena_jax.service.store import Point, StateError, Store
 
 Event = tuple[float, str, str, Mapping[str, Any]]
 # A measured step time that moves an estimate by more than this is worth another decision.
@@ -215,6 +215,8 @@ class Reconciler:
         for job in [job for job in self.jobs.values() if job.phase is Phase.PLANNING]:
             try:
                 done = self._look(job)
+            except StateError:
+                raise
             except ArenaError as error:
                 self._end(job, Phase.FAILED, error.message, now, events)
                 changed.append(job)
@@ -578,10 +580,10 @@ class Reconciler:
             if beat.alive:  # an earlier process of it is there: it holds the devices, and is waited for
                 self._note(f"{job.id}: {error.message}")
                 return
-            events: list[Event] = []
-            job.held = None
-            self._crashed(job, error.message, now, events)
-            self._save([job], events)
+            # Nothing ran, so that this is no crash: the disk may be full.
+            job.held, job.phase, job.not_before = None, Phase.QUEUED, now + self.rules.back_off_s
+            job.desired, job.reason = None, error.message
+            self._save([job], [(now, job.id, "not started", {"why": error.message})])
 
     @staticmethod
     def _kind_of_start(job: Job, held: Held) -> str:

@@ -30,6 +30,12 @@ CREATE TABLE measured (key TEXT, allocation TEXT, step_time_s REAL, PRIMARY KEY 
 CREATE TABLE nodes (name TEXT PRIMARY KEY, state TEXT NOT NULL);
 CREATE TABLE charges (seq INTEGER PRIMARY KEY AUTOINCREMENT, cause TEXT, seconds REAL);
 """
+
+
+class StateError(ArenaError):
+    """The state cannot be read or written; what was to be written did not happen."""
+
+
 Point = tuple[int, float, float | None, float | None]
 """Step, time, loss, seconds of the step."""
 
@@ -77,7 +83,7 @@ class Store:
             opened = getattr(self._local, "db", None)
             if opened is not None and opened.in_transaction:  # a COMMIT that failed, as on a full disk
                 opened.rollback()
-            raise ArenaError(
+            raise StateError(
                 f"the state in {str(self.path)!r} cannot be written: {error}", hint="is the disk full?"
             ) from error
 
@@ -95,7 +101,7 @@ class Store:
         try:
             return self._connection().execute(query, tuple(values)).fetchall()
         except sqlite3.Error as error:
-            raise ArenaError(f"the state in {str(self.path)!r} cannot be read: {error}") from error
+            raise StateError(f"the state in {str(self.path)!r} cannot be read: {error}") from error
 
     def close(self) -> None:
         """Close this thread's connection."""

@@ -85,6 +85,7 @@ def test_stop_is_one_sigterm(executor, tmp_path):
     job.spec = Submission(**{**job.spec.__dict__, "folder": str(tmp_path)})
     executor.launch(job, Orders())
     until((tmp_path / "r").exists)
+    until((tmp_path / "jobs/1/runs/1/keeper.json").exists)  # before that, the loop would ask again
     for _ in range(5):
         executor.stop(job)
     LocalExecutor(tmp_path, CLUSTER).stop(job)
