@@ -28,9 +28,9 @@ from arena_jax.service.store import Store
 from tests.service.stub import CLUSTER, StubIndexer
 
 ROOT = Path(__file__).resolve().parents[2]
-FAULTS = ("service", "service", "worker", "keeper", "hang", "disk")
+FAULTS = ("service", "worker", "worker", "keeper", "hang", "disk")
 GRIDS = ("auto", "auto", "pause", "quick:2", "slow:4", "quick:2x4")
-NUM_STEPS = 400
+NUM_STEPS = 600
 
 
 def serve(state: str) -> None:
@@ -88,19 +88,15 @@ class Chaos:
 
     def fault(self) -> None:
         """One fault of a kind that is possible now."""
-        kind = self.draw.choice(FAULTS)
         pids = processes_of(f"{self.state}/jobs/", prefix=True)
         keepers, workers = [], []
         for pid in pids:
             with suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_bytes()
                 (keepers if b"keeper.py" in line else workers).append(pid)
-        if kind == "disk" and not self.small:
-            kind = "service"
-        if kind in ("worker", "hang") and not workers:
+        if not keepers or not workers:
             return
-        if kind == "keeper" and not keepers:
-            return
+        kind = self.draw.choice(FAULTS[: None if self.small else -1])
         self.counts[kind] = self.counts.get(kind, 0) + 1
         with suppress(ProcessLookupError):
             if kind == "service":
@@ -127,7 +123,7 @@ class Chaos:
         """Everything; returns what happened, and raises for what must not."""
         jobs = 0
         while sum(self.counts.values()) < num_faults:
-            if jobs < 6 + num_faults // 10 and self.draw.random() < 0.5:
+            if jobs < 5 + num_faults // 5 and self._waiting() < 4:
                 spec = Submission(
                     kind="recipe", name="toy", recipe=json.dumps({"steps": NUM_STEPS}), steps=NUM_STEPS,
                     max_devices=self.draw.choice([2, 4, 8]),
@@ -139,9 +135,13 @@ class Chaos:
             Store(self.state / "state.sqlite").jobs() if not self.small else self._read()
             if self.service.poll() is not None:  # it could not start on a full disk
                 self.service = self._start()
-            time.sleep(self.draw.random() * 0.8)
+            time.sleep(0.2 + self.draw.random())
         self._finish()
         return self._check()
+
+    def _waiting(self) -> int:
+        answer = self.ask({"do": "status", "ended": 0})
+        return 99 if answer is None else len(answer["jobs"])
 
     def _read(self) -> None:
         """The state is readable while the disk is full, too."""
