@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             row = json.loads(done.stdout.splitlines()[-1])
         except (IndexError, ValueError):
-            row = {"ok": False, "error": (done.stderr.splitlines() or ["it died"])[-1]}
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            print(done.stderr, file=sys.stderr)
+            row = {"ok": False, "error": (lines or ["it died"])[-1]}
         rows[name] = {"name": name, **row, "seconds": round(time.perf_counter() - began_s, 1)}
         print(json.dumps(rows[name]), flush=True)
         write(list(rows.values()))
