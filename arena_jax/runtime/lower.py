@@ -9,6 +9,7 @@ from arena_jax.compiler.graph import build_graph, split_scans
 from arena_jax.compiler.layers import Layers, Position, find_layers
 from arena_jax.compiler.layout import MeshShape, to_layout
 from arena_jax.compiler.problem import FROZEN, PARAMS, STATE, Problem
+from arena_jax.compiler.row_shards import has_row_shards
 from arena_jax.compiler.stages import StageGraph, cut_stages
 from arena_jax.compiler.trace import Trace, trace_loss
 from arena_jax.errors import PlanError, counted
@@ -21,7 +22,9 @@ from arena_jax.runtime.optimizer import check_optimizer, optimizer_owners
 from arena_jax.runtime.pipeline import Pipeline
 from arena_jax.runtime.placement import StagePlacement, place_stages
 from arena_jax.runtime.program import Program
-from arena_jax.runtime.stage_function import make_stage_function
+from arena_jax.runtime.row_shards import RowShards, row_shards
+from arena_jax.runtime.stage_function import StageFunction, make_stage_function
+from arena_jax.runtime.stage_programs import state_roles
 from arena_jax.runtime.update import Home, Slot, SplitUpdate, split_update
 
 
@@ -77,6 +80,7 @@ def make_engine(
         make_stage_function(stage_graph.graph.trace, stage, placement, layer_nodes)
         for stage, placement in zip(stage_graph.stages, placements, strict=True)
     ]
+    shards = _row_shards(problem, plan, whole, stage_graph, functions)
     homes = _parameter_homes(problem, stage_graph)
     split = None
     if len(placements) > 1:
@@ -88,8 +92,34 @@ def make_engine(
     layout = _layout(problem, stage_graph, placements, homes, owners, split)
     num = plan.num_microbatches
     if split is None:
-        return OneStage(problem, functions[0], layout, num, skip_nonfinite=skip, compile=compile), layout
-    return Pipeline(problem, stage_graph, functions, layout, split, num, compile=compile), layout
+        return OneStage(problem, functions[0], layout, num, shards[0], skip_nonfinite=skip, compile=compile), layout
+    return Pipeline(problem, stage_graph, functions, layout, split, num, shards, compile=compile), layout
+
+
+def _row_shards(
+    problem: Problem, plan: Plan, whole: Trace, stage_graph: StageGraph, functions: Sequence[StageFunction]
+) -> list[RowShards | None]:
+    """For every stage how it is evaluated shard by shard, ``None`` where it reduces gradients in every microbatch."""
+    found: list[RowShards | None] = [None] * len(functions)
+    able = [
+        s
+        for s, stage in enumerate(plan.stages)
+        if stage.dp > 1 and stage.zero < 2 and not state_roles(stage_graph, s).dependent
+    ]
+    if plan.num_microbatches == 1 or not able or not has_row_shards(whole):
+        return found
+    has_rows = [leaf.has_rows for leaf in problem.batch]
+    for dp in {plan.stages[s].dp for s in able}:
+        try:
+            trace = trace_loss(problem, plan.num_microbatches * dp)
+            parts, layer_nodes = cut_by_plan(whole, trace, plan)
+        except PlanError:  # another program at so few rows
+            continue
+        for s in able:
+            if plan.stages[s].dp == dp:
+                part = make_stage_function(parts.graph.trace, parts.stages[s], functions[s].placement, layer_nodes)
+                found[s] = row_shards(functions[s], part, has_rows)
+    return found
 
 
 def check_batch(problem: Problem, plan: Plan) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 from jax import lax
 
 from arena_jax.compiler.problem import PARAMS, STATE, Problem
-from arena_jax.compiler.trace import Trace
 from arena_jax.runtime.engine import Compile, Metrics, Sums, compile_here
 from arena_jax.runtime.layout import Layout, StageState, State
 from arena_jax.runtime.optimizer import flat_update
 from arena_jax.runtime.placement import StagePlacement
+from arena_jax.runtime.row_shards import RowShards
 from arena_jax.runtime.stage_function import StageFunction, StageInputs
 
 
@@ -27,6 +27,7 @@ class OneStage:
         function: StageFunction,
         layout: Layout,
         num_microbatches: int,
+        shards: RowShards | None = None,
         *,
         skip_nonfinite: bool,
         compile: Compile = compile_here,
@@ -37,6 +38,8 @@ class OneStage:
         self._placement = function.placement
         self._batch_shardings = batch_shardings(function.placement, problem, num_microbatches)
         self._function = function
+        self._shards = shards
+        self._evaluated = function if shards is None else shards.function
         self._step = compile("stage 0 step", self._lower(function, skip_nonfinite))
         self._gradients: Any = None
 
@@ -51,7 +54,9 @@ class OneStage:
     def gradients(self, state: State, batch: Sequence[np.ndarray]) -> tuple[list[list[Any]], Any, Metrics]:
         arrays = state.stages[0]
         if self._gradients is None:
-            self._gradients = jax.jit(make_gradients(self._problem, self._function, self._num_microbatches))
+            self._gradients = jax.jit(
+                make_gradients(self._problem, self._function, self._num_microbatches, self._shards)
+            )
         sums, numbers, _, metrics = self._gradients(
             arrays.params, arrays.frozen, arrays.state, self._consts, self._place(batch)
         )
@@ -59,7 +64,7 @@ class OneStage:
 
     @cached_property
     def _consts(self) -> list[Any]:
-        return [jax.device_put(c, self._placement.replicated) for c in consts_of(self._function.trace, self._function)]
+        return [jax.device_put(c, self._placement.replicated) for c in consts_of(self._evaluated)]
 
     def compiled_text(self) -> str:
         """The compiled step as XLA prints it."""
@@ -85,7 +90,7 @@ class OneStage:
             [e.sharding for e in self._layout.optimizer],
             None,
         )
-        step = make_step(self._problem, function, self._num_microbatches, skip_nonfinite=skip_nonfinite)
+        step = make_step(self._problem, function, self._num_microbatches, self._shards, skip_nonfinite=skip_nonfinite)
         jitted = jax.jit(step, donate_argnums=(0, 1, 2, 3), out_shardings=shardings)
         rows = self._problem.rows_of(self._num_microbatches)
         batch = []
@@ -98,14 +103,21 @@ class OneStage:
             [e.struct for e in entries.frozen],
             [e.struct for e in entries.state],
             [e.struct for e in self._layout.optimizer],
-            const_structs(function),
+            const_structs(self._evaluated),
             batch,
         )
 
 
-def make_step(problem: Problem, function: StageFunction, num_microbatches: int, *, skip_nonfinite: bool) -> Any:
+def make_step(
+    problem: Problem,
+    function: StageFunction,
+    num_microbatches: int,
+    shards: RowShards | None = None,
+    *,
+    skip_nonfinite: bool,
+) -> Any:
     """The whole step as a pure function of parameters, frozen, state, optimizer, constants, batch."""
-    gradients = make_gradients(problem, function, num_microbatches)
+    gradients = make_gradients(problem, function, num_microbatches, shards)
     update = flat_update(problem, skip_nonfinite=skip_nonfinite)
 
     def step(
@@ -123,8 +135,14 @@ def make_step(problem: Problem, function: StageFunction, num_microbatches: int, 
     return step
 
 
-def make_gradients(problem: Problem, function: StageFunction, num_microbatches: int) -> Any:
-    """Gradient sums, loss numbers, new state and metrics of a global batch, as a pure function."""
+def make_gradients(
+    problem: Problem, function: StageFunction, num_microbatches: int, shards: RowShards | None = None
+) -> Any:
+    """Gradient sums, loss numbers, new state and metrics of a global batch, as a pure function.
+
+    Args:
+        shards: the function shard by shard of the rows; gradients are then reduced over dp once.
+    """
     trace, stage, placement = function.trace, function.stage, function.placement
     sums = Sums(trace=trace)
     leaf_of = {var: i for i, var in enumerate(trace.leaf_vars)}
@@ -137,7 +155,7 @@ def make_gradients(problem: Problem, function: StageFunction, num_microbatches: 
         def loss(values: list[Any]) -> tuple[Any, Any]:
             rows = [batch[i] for i in stage.batch_index]
             inputs = StageInputs(params=values, frozen=frozen, state=state, batch=rows, consts=consts, received=())
-            _, outputs = function(inputs)
+            _, outputs = (shards or function)(inputs)
             return outputs[0], outputs
 
         (_, outputs), gradients = jax.value_and_grad(loss, has_aux=True)(params)
@@ -148,20 +166,29 @@ def make_gradients(problem: Problem, function: StageFunction, num_microbatches: 
     def constrain(value: Any, sharding: Any) -> Any:
         return lax.with_sharding_constraint(value, sharding) if placement.mesh.size > 1 else value
 
+    summed = shardings if shards is None else [shards.gradient_sharding(s) for s in shardings]
+
     def zeros(params: list[Any]) -> list[Any]:
         return [
             constrain(jnp.zeros(p.shape, problem.accumulation_dtype(p.dtype)), s)
-            for p, s in zip(params, shardings, strict=True)
+            for p, s in zip(params, summed, strict=True)
         ]
 
     def accumulate(totals: list[Any], gradients: list[Any]) -> list[Any]:
-        return [constrain(t + g.astype(t.dtype), s) for t, g, s in zip(totals, gradients, shardings, strict=True)]
+        return [constrain(t + g.astype(t.dtype), s) for t, g, s in zip(totals, gradients, summed, strict=True)]
+
+    def reduced(totals: list[Any]) -> list[Any]:
+        if shards is None:
+            return totals
+        return [constrain(t.sum(0), s) for t, s in zip(totals, shardings, strict=True)]
 
     def run(params: list[Any], frozen: list[Any], state: list[Any], consts: list[Any], batch: list[Any]) -> Any:
+        if shards is not None:
+            params = shards.spread(params)
         if num_microbatches == 1:
             gradients, numbers, state = microbatch(params, frozen, state, consts, batch)
             totals = accumulate(zeros(params), gradients)
-            return totals, numbers, state, sums.finish(numbers, 1)
+            return reduced(totals), numbers, state, sums.finish(numbers, 1)
 
         def body(carry: Any, rows: Any) -> tuple[Any, None]:
             totals, running, state = carry
@@ -172,7 +199,7 @@ def make_gradients(problem: Problem, function: StageFunction, num_microbatches: 
         start = [jnp.zeros((), a.aval.dtype) for a in trace.jaxpr.outvars[: sums.num_outputs]]
         sliced = [b for b, leaf in zip(batch, problem.batch, strict=True) if leaf.has_rows]
         (totals, numbers, state), _ = lax.scan(body, (zeros(params), start, state), sliced)
-        return totals, numbers, state, sums.finish(numbers, num_microbatches)
+        return reduced(totals), numbers, state, sums.finish(numbers, num_microbatches)
 
     return run
 
@@ -187,9 +214,9 @@ def batch_shardings(placement: StagePlacement, problem: Problem, num_microbatche
     ]
 
 
-def consts_of(trace: Trace, function: StageFunction) -> list[Any]:
+def consts_of(function: StageFunction) -> list[Any]:
     """Values of the captured constants a stage uses."""
-    values = dict(zip(trace.const_vars, trace.consts, strict=True))
+    values = dict(zip(function.trace.const_vars, function.trace.consts, strict=True))
     return [values[v] for v in function.stage.consts]
 
 
@@ -200,7 +227,7 @@ def const_structs(function: StageFunction) -> list[jax.ShapeDtypeStruct]:
         jax.ShapeDtypeStruct(
             jnp.shape(c), c.dtype if isinstance(c, jax.Array) else jnp.result_type(c), sharding=replicated
         )
-        for c in consts_of(function.trace, function)
+        for c in consts_of(function)
     ]
 
 

@@ -11,6 +11,7 @@ from arena_jax.compiler.stages import Boundary, StageGraph
 from arena_jax.runtime.engine import Compile, Metrics, Sums, compile_here
 from arena_jax.runtime.layout import Layout, StageState, State
 from arena_jax.runtime.placement import StagePlacement
+from arena_jax.runtime.row_shards import RowShards
 from arena_jax.runtime.schedule import FORWARD, one_f_one_b
 from arena_jax.runtime.stage_function import StageFunction
 from arena_jax.runtime.stage_programs import StagePrograms
@@ -29,6 +30,8 @@ class Pipeline:
         layout: Layout,
         split: SplitUpdate,
         num_microbatches: int,
+        shards: Sequence[RowShards | None],
+        *,
         compile: Compile = compile_here,
     ) -> None:
         self._problem = problem
@@ -50,6 +53,7 @@ class Pipeline:
                 sent_shardings=[self._specs.at(v, s) for v in function.stage.sent],
                 batch_structs=self._batch_structs(function, self._batch_shardings[s]),
                 num_consumers=[len(by_var[v].consumers) for v in function.stage.sent],
+                shards=shards[s],
                 compile=compile,
             )
             for s, function in enumerate(functions)
@@ -142,7 +146,8 @@ class Pipeline:
                 ]
                 gradients[stage], back = programs.backward(saved, inputs, cotangents, gradients[stage])
                 self._send_back(stage, m, back, returned)
-        return gradients, totals, dependent, after
+        reduced = [programs.reduced(summed) for programs, summed in zip(self._stages, gradients, strict=True)]
+        return reduced, totals, dependent, after
 
     def _combine(self, totals: list[list[Any]]) -> tuple[Metrics, Any, Any]:
         """The step's metrics, its loss sum and its weight, where the loss is computed."""

@@ -22,6 +22,7 @@ from arena_jax.compiler.trace import Trace
 from arena_jax.runtime.engine import Compile, Sums, compile_here
 from arena_jax.runtime.layout import StageLayout
 from arena_jax.runtime.one_stage import const_structs, consts_of
+from arena_jax.runtime.row_shards import RowShards
 from arena_jax.runtime.stage_function import StageFunction, StageInputs
 
 
@@ -93,6 +94,7 @@ class StagePrograms:
 
     Attributes:
         forward: ``(pool, microbatch, totals) -> (sent, dependent state, totals, kept)``.
+        reduced: from the gradient sums of a step's microbatches to those over all dp shards, which it consumes.
         backward: ``(kept, inputs, cotangents, gradients) -> (gradients, cotangents of received)``.
         both: for the last stage, ``(pool, microbatch, totals, gradients) -> (dependent state, totals,
             gradients, cotangents of received)``.
@@ -110,6 +112,7 @@ class StagePrograms:
         sent_shardings: Sequence[Any],
         batch_structs: Sequence[Any],
         num_consumers: Sequence[int],
+        shards: RowShards | None = None,
         compile: Compile = compile_here,
     ) -> None:
         self.function = function
@@ -124,19 +127,24 @@ class StagePrograms:
         self._num_consumers = list(num_consumers)
         self._compile = compile
         trace, placement = function.trace, function.placement
+        self._shards = shards
+        self._evaluated = function if shards is None else shards.function
         self._number_struct = jax.ShapeDtypeStruct((), np.int32, sharding=placement.replicated)
         self.positions = [p for p in function.stage.outputs if p < self._sums.num_outputs]
         self.kept_structs: list[jax.ShapeDtypeStruct] = []
         self.gradient_shardings = [placement.gradient(_leaf_name(e.name), e.shape) for e in layout.params]
+        lead = () if shards is None else (placement.plan.dp,)
+        self._summed_shardings = [s if shards is None else shards.gradient_sharding(s) for s in self.gradient_shardings]
         self._gradient_structs = [
-            jax.ShapeDtypeStruct(e.shape, problem.accumulation_dtype(e.dtype), sharding=s)
-            for e, s in zip(layout.params, self.gradient_shardings, strict=True)
+            jax.ShapeDtypeStruct((*lead, *e.shape), problem.accumulation_dtype(e.dtype), sharding=s)
+            for e, s in zip(layout.params, self._summed_shardings, strict=True)
         ]
         self._totals_structs = [
             jax.ShapeDtypeStruct((), trace.jaxpr.outvars[p].aval.dtype, sharding=placement.replicated)
             for p in self.positions
         ]
         self.start = self._compile_start()
+        self.reduced = self._compile_reduced()
         self.advance, advanced = self._compile_advance(trace)
         self.pool_structs = self._pool_structs(advanced, batch_structs)
         is_last = not self.function.stage.sent
@@ -149,7 +157,7 @@ class StagePrograms:
     @cached_property
     def consts(self) -> list[Any]:
         replicated = self.function.placement.replicated
-        return [jax.device_put(c, replicated) for c in consts_of(self.function.trace, self.function)]
+        return [jax.device_put(c, replicated) for c in consts_of(self._evaluated)]
 
     @cached_property
     def microbatch_numbers(self) -> list[Any]:
@@ -177,6 +185,13 @@ class StagePrograms:
         received: Sequence[Any],
     ) -> list[Any]:
         return [*params, *frozen, *dependent, *advanced, *constant, *self.consts, *batch, *received]
+
+    def _spread(self, pool: Sequence[Any]) -> list[Any]:
+        """The pool as the stage takes it: where rows are split into shards, with its parameters spread over them."""
+        if self._shards is None:
+            return list(pool)
+        count = len(self.function.stage.params)
+        return [*self._shards.spread(pool[:count]), *pool[count:]]
 
     def _unpool(self, pool: Sequence[Any], microbatch: Any) -> StageInputs:
         """Stage inputs for one microbatch: rows and advanced state are picked by its number."""
@@ -215,7 +230,7 @@ class StagePrograms:
             *(layout.state[i].struct for i in roles.dependent),
             *advanced,
             *(layout.state[i].struct for i in roles.constant),
-            *const_structs(self.function),
+            *const_structs(self._evaluated),
             *batch,
             *received,
         ]
@@ -229,8 +244,19 @@ class StagePrograms:
             gradients = [jnp.zeros(s.shape, s.dtype) for s in self._gradient_structs]
             return gradients, [jnp.zeros((), s.dtype) for s in self._totals_structs]
 
-        shardings = (self.gradient_shardings, [s.sharding for s in self._totals_structs])
+        shardings = (self._summed_shardings, [s.sharding for s in self._totals_structs])
         return self._compiled("start", jax.jit(start, out_shardings=shardings).lower())
+
+    def _compile_reduced(self) -> Any:
+        """From the gradient sums of a step to those of all shards of the rows."""
+        if self._shards is None:
+            return list
+
+        def reduced(gradients: list[Any]) -> list[Any]:
+            return [g.sum(0) for g in gradients]
+
+        jitted = jax.jit(reduced, donate_argnums=0, out_shardings=self.gradient_shardings)
+        return self._compiled("reduced", jitted.lower(self._gradient_structs))
 
     def _compile_advance(self, trace: Trace) -> tuple[Any, list[Any]]:
         """State of every microbatch, stacked, and the state after the step."""
@@ -273,7 +299,7 @@ class StagePrograms:
             received = [
                 next(given) if is_differentiable(v) else x for v, x in zip(stage.received, inputs.received, strict=True)
             ]
-            sent, outputs = self.function(
+            sent, outputs = (self._shards or self.function)(
                 StageInputs(
                     params=params,
                     frozen=inputs.frozen,
@@ -319,14 +345,14 @@ class StagePrograms:
 
     def _compile_both(self) -> Any:
         def both(pool: list[Any], microbatch: Any, totals: list[Any], gradients: list[Any]) -> Any:
-            _, dependent, totals, closure = self._run(pool, microbatch, totals)
+            _, dependent, totals, closure = self._run(self._spread(pool), microbatch, totals)
             gradients, cotangents = self._pull_back(closure, [], gradients)
             return dependent, totals, gradients, cotangents
 
         shardings = (
             self._dependent_shardings(),
             [s.sharding for s in self._totals_structs],
-            self.gradient_shardings,
+            self._summed_shardings,
             self._received_float_shardings(),
         )
         jitted = jax.jit(both, donate_argnums=(2, 3), out_shardings=shardings)
@@ -335,8 +361,9 @@ class StagePrograms:
 
     def _compile_pair(self) -> tuple[Any, Any]:
         def forward(pool: list[Any], microbatch: Any, totals: list[Any]) -> Any:
-            sent, dependent, totals, closure = self._run(pool, microbatch, totals)
-            return sent, dependent, totals, self.residuals.split(closure, pool)
+            spread = self._spread(pool)
+            sent, dependent, totals, closure = self._run(spread, microbatch, totals)
+            return sent, dependent, totals, self.residuals.split(closure, spread)
 
         shardings = (
             self._sent_shardings,
@@ -354,9 +381,11 @@ class StagePrograms:
         ]
 
         def backward(kept: list[Any], inputs: list[Any], cotangents: list[list[Any]], gradients: list[Any]) -> Any:
-            return self._pull_back(self.residuals.join(kept, inputs), cotangents, gradients)
+            spread = [self._spread([x])[0] if i < num_params else x for i, x in zip(taken, inputs, strict=True)]
+            return self._pull_back(self.residuals.join(kept, spread), cotangents, gradients)
 
         stage = self.function.stage
+        num_params, taken = len(stage.params), self.residuals.from_inputs
         cotangents = [
             [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=s)] * count
             for v, s, count in zip(stage.sent, self._sent_shardings, self._num_consumers, strict=True)
@@ -364,7 +393,7 @@ class StagePrograms:
         ]
         inputs = [self.pool_structs[i] for i in self.residuals.from_inputs]
         jitted = jax.jit(
-            backward, donate_argnums=(3,), out_shardings=(self.gradient_shardings, self._received_float_shardings())
+            backward, donate_argnums=(3,), out_shardings=(self._summed_shardings, self._received_float_shardings())
         )
         return compiled, self._compiled("backward", jitted.lower(kept, inputs, cotangents, self._gradient_structs))
 
