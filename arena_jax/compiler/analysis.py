@@ -11,6 +11,7 @@ from arena_jax.compiler.graph import Graph, build_graph
 from arena_jax.compiler.layers import Layers, find_layers
 from arena_jax.compiler.prices import prices_of
 from arena_jax.compiler.problem import Problem
+from arena_jax.compiler.row_shards import has_row_shards
 from arena_jax.compiler.sharding import ShardingSearch
 from arena_jax.compiler.stage_cost import MeshCost, Option, StateRatios, layer_work, mesh_cost, state_ratios
 from arena_jax.compiler.trace import Trace, trace_loss
@@ -66,6 +67,11 @@ class Analysis:
     def ratios(self) -> StateRatios:
         return state_ratios(self.problem)
 
+    @cached_property
+    def row_shards(self) -> bool:
+        """Whether dp shards sum the gradients of their own rows, for one reduction a step."""
+        return has_row_shards(self.trace, self.coupling)
+
     def meshes(
         self, hardware: Hardware, submesh: Submesh, dp: int, tp: int, solver: Engine | None = None
     ) -> tuple[MeshCost, ...]:
@@ -78,16 +84,37 @@ class Analysis:
         devices = hardware.allocation.num_devices if on_cpu else None
         key = hardware.device.name, hardware.generation, devices, submesh, dp, tp, solver.name
         if key not in self._meshes:
-            ratios = self.ratios
-            prices = prices_of(hardware, submesh, dp, tp, update_ratio=ratios.update, parameter_memory=ratios.held)
-            shardings = [self.shardings.find(dp, tp, prices, solver)]
-            # A stage holds a part of the model, so much of it that memory may bind.
-            if shardings[0].solution.memory_bytes > hardware.usable_bytes / _MOST_STAGES:
-                lean = self.shardings.find_lean(dp, tp, prices, solver)
-                shardings += [lean] if lean is not None else []
+            ratios, shardings = self.ratios, []
+            # Experts over dp have no shards of rows: shardings with and without them, at the prices of each.
+            for late_gradients in (
+                (True, False) if self.row_shards and self.shardings.has_experts else (self.row_shards,)
+            ):
+                prices = prices_of(
+                    hardware,
+                    submesh,
+                    dp,
+                    tp,
+                    update_ratio=ratios.update,
+                    parameter_memory=ratios.held,
+                    late_gradients=late_gradients,
+                )
+                fastest = self.shardings.find(dp, tp, prices, solver)
+                shardings.append(fastest)
+                # A stage holds a part of the model, so much of it that memory may bind.
+                if fastest.solution.memory_bytes > hardware.usable_bytes / _MOST_STAGES:
+                    lean = self.shardings.find_lean(dp, tp, prices, solver)
+                    shardings += [lean] if lean is not None else []
             self._meshes[key] = tuple(
-                mesh_cost(layer_work(self.graph, self.layers, found), hardware, submesh, ratios, self.layers)
-                for found in shardings
+                mesh_cost(
+                    layer_work(self.graph, self.layers, found),
+                    hardware,
+                    submesh,
+                    ratios,
+                    self.layers,
+                    row_shards=self.row_shards,
+                )
+                for i, found in enumerate(shardings)
+                if all(found.specs != other.specs or found.parameters != other.parameters for other in shardings[:i])
             )
         return self._meshes[key]
 

@@ -12,8 +12,8 @@ from arena_jax.grid import Submesh
 _LARGE_BYTES = 64 * 2**20
 # A backward pass computes two products for every one of the forward pass.
 _PASSES = 3.0
-# Gradients are reduced in every microbatch. A sharding serves all numbers of microbatches, and is
-# chosen as for this many.
+# A sharding serves all numbers of microbatches, and is chosen as for this many. Gradients are reduced in
+# each, or once a step where shards of rows sum their own.
 _MICROBATCHES = 4
 
 
@@ -41,13 +41,21 @@ class Prices:
 
 
 def prices_of(
-    hardware: Hardware, submesh: Submesh, dp: int, tp: int, *, update_ratio: float, parameter_memory: float
+    hardware: Hardware,
+    submesh: Submesh,
+    dp: int,
+    tp: int,
+    *,
+    update_ratio: float,
+    parameter_memory: float,
+    late_gradients: bool = False,
 ) -> Prices:
     """Prices on a submesh arranged as ``dp x tp``.
 
     Args:
         update_ratio: bytes that the optimizer's update moves per byte of parameters.
         parameter_memory: bytes that a device holds per byte of parameters.
+        late_gradients: whether gradients are reduced over dp once a step.
     """
     rates = {dtype: _PASSES * hardware.compute_s(1.0, dtype) for dtype in w.DTYPES}
     links = dict(zip(w.AXES, links_of(hardware, submesh, dp, tp), strict=True))
@@ -58,6 +66,7 @@ def prices_of(
         {(axis, kind): _line(link, kind) for axis, link in links.items() for kind in w.KINDS},
         hardware.memory_s(1.0) * update_ratio,
         parameter_memory,
+        late_gradients=late_gradients,
     )
 
 
@@ -79,6 +88,7 @@ def _prices(
     links: dict[tuple[str, str], tuple[float, float]],
     parameter_s: float,
     parameter_memory: float,
+    late_gradients: bool = False,
 ) -> Prices:
     work = w.empty()
     for dtype, seconds in flops_s.items():
@@ -88,7 +98,8 @@ def _prices(
     for (axis, kind), (byte_s, start_s) in links.items():
         for phase in w.PHASES:
             at = w.collective_at(axis, kind, phase)
-            work[at] = byte_s * (_MICROBATCHES if phase == w.GRADIENT else 1)
+            once = phase != w.GRADIENT or (late_gradients and axis == w.AXES[0])
+            work[at] = byte_s * (1 if once else _MICROBATCHES)
             # Gradients are reduced together: no start for each parameter.
             work[at + 1] = 0.0 if phase == w.GRADIENT else start_s
     return Prices(tuple(float(x) for x in work), parameter_s, parameter_memory)

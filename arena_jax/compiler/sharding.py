@@ -77,6 +77,11 @@ class ShardingSearch:
         trace = self._graph.trace
         return flow_of(self._flat, trace.leaves, trace.batch_has_rows)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether rows can travel to parameters that lie over dp."""
+        return bool(self._flow.expert_like)
+
     def space(self, dp: int, tp: int) -> "TiedSpace":
         """All shardings on ``dp x tp``."""
         if (dp, tp) not in self._spaces:

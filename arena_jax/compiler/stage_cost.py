@@ -6,6 +6,7 @@ that any number of microbatches and any run of layers is a sum over prefixes.
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -138,6 +139,7 @@ class MeshCost:
     Attributes:
         optimizer_ratio: bytes of optimizer state per byte of trainable parameters.
         accumulator_ratio: bytes of gradient accumulator per byte of trainable parameters.
+        row_shards: whether dp shards sum the gradients of their own rows.
     """
 
     work: LayerWork
@@ -146,6 +148,7 @@ class MeshCost:
     optimizer_ratio: float
     accumulator_ratio: float
     live_bytes: Floats
+    row_shards: bool
 
     @property
     def dp(self) -> int:
@@ -193,10 +196,12 @@ class MeshCost:
             times @ of_products.measured_backward,
         )
 
-    def _communication(self, phase: str) -> tuple[Floats, Floats]:
+    def _communication(self, phase: str, axes: Sequence[str] = w.AXES) -> tuple[Floats, Floats]:
         """Per layer, seconds of a phase's collectives that scale with bytes and that do not."""
         scaling, fixed = np.zeros(len(self.work.works)), np.zeros(len(self.work.works))
         for axis, link in self._links.items():
+            if axis not in axes:
+                continue
             for kind in w.KINDS:
                 at = w.collective_at(axis, kind, phase)
                 num_bytes, counts = self.work.works[:, at], self.work.works[:, at + 1]
@@ -211,9 +216,9 @@ class MeshCost:
         return self._communication(w.FORWARD), self._communication(w.BACKWARD)
 
     @cached_property
-    def _gradients_s(self) -> Floats:
-        """Per layer, seconds to reduce the gradients of its parameters once; they are reduced together."""
-        return self._communication(w.GRADIENT)[0]
+    def _gradients_s(self) -> tuple[Floats, Floats]:
+        """Per layer, seconds to reduce the gradients of its parameters once, over dp and over tp; each together."""
+        return self._communication(w.GRADIENT, [DP])[0], self._communication(w.GRADIENT, [TP])[0]
 
     @cached_property
     def _largest_saved(self) -> Floats:
@@ -250,14 +255,13 @@ class MeshCost:
         return peak
 
     def _step_parts(self, num_microbatches: int, option: Option) -> tuple[Floats, Floats, Floats]:
-        """Gradients are reduced over dp in every microbatch: XLA does not move the reduction out of the
-        loop, nor can a program per microbatch.
-        """
         (once_forward, once_backward), (forward, backward) = self._compute(num_microbatches), self._passes
         passes = 2.0 if option.remat else 1.0
         m = num_microbatches
         compute = passes * once_forward + once_backward
-        communication = passes * (forward[0] / m + forward[1]) + backward[0] / m + backward[1] + self._gradients_s
+        communication = passes * (forward[0] / m + forward[1]) + backward[0] / m + backward[1]
+        over_dp, over_tp = self._gradients_s
+        communication = communication + over_tp + (0.0 if self.reduces_late(option) else over_dp)
         dp = self._links[DP]
         held, kept = self.work.parameter_bytes, self.work.kept_bytes
         if option.zero == 3:
@@ -267,15 +271,20 @@ class MeshCost:
         update = self.hardware.memory_s(updated)
         return self._prefix(compute), self._prefix(communication), self._prefix(self._sync(option) + update)
 
+    def reduces_late(self, option: Option) -> bool:
+        """Whether gradients are reduced over dp once a step, since shards of rows sum their own (``row_shards.py``)."""
+        return self.row_shards and option.zero < 2 and not self.work.spread_bytes.any()
+
     def _sync(self, option: Option) -> Floats:
         """Per layer, seconds of the collectives at the end of a step."""
         held, kept = self.work.parameter_bytes, self.work.kept_bytes
         gather_s = self._links[DP].all_gather_s
+        reduced = self._gradients_s[0] if self.reduces_late(option) else np.zeros_like(held)
         if option.zero in (1, 2):  # updated shards are gathered again
-            return np.asarray(gather_s(held))
+            return reduced + np.asarray(gather_s(held))
         if option.zero == 3:
             return np.where(kept, np.asarray(gather_s(kept)), 0.0)
-        return np.zeros_like(held)
+        return reduced
 
     def sync_s(self, option: Option) -> Floats:
         """Seconds of the collectives at the end of a step, per run of layers."""
@@ -298,7 +307,15 @@ class MeshCost:
         return self._prefix(static + inputs * in_flight) + self._largest_saved / num_microbatches
 
 
-def mesh_cost(work: LayerWork, hardware: Hardware, submesh: Submesh, ratios: "StateRatios", layers: Layers) -> MeshCost:
+def mesh_cost(
+    work: LayerWork,
+    hardware: Hardware,
+    submesh: Submesh,
+    ratios: "StateRatios",
+    layers: Layers,
+    *,
+    row_shards: bool = False,
+) -> MeshCost:
     return MeshCost(
         work=work,
         hardware=hardware,
@@ -306,6 +323,7 @@ def mesh_cost(work: LayerWork, hardware: Hardware, submesh: Submesh, ratios: "St
         optimizer_ratio=ratios.optimizer,
         accumulator_ratio=ratios.accumulator,
         live_bytes=np.array(layers.live_bytes, float),
+        row_shards=row_shards,
     )
 
 

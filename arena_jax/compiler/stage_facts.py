@@ -32,7 +32,8 @@ def stage_facts(
     plain = parts(replace(option, remat=False))
     again = parts(replace(option, remat=True))
     forward = again[0] - plain[0], again[1] - plain[1]
-    gathers_s = plain[1] - parts(Option(zero=0, remat=False))[1] if option.zero == 3 else 0.0
+    # ZeRO-2 reduces gradients as often, and gathers no parameters in a microbatch.
+    gathers_s = plain[1] - parts(Option(zero=2, remat=False))[1] if option.zero == 3 else 0.0
     return StageEstimate(
         compute_s=compute_s,
         communication_s=communication_s,
@@ -59,7 +60,8 @@ def _collective_bytes(
     times = {w.FORWARD: 2 if option.remat else 1, w.BACKWARD: 1, w.GRADIENT: num_microbatches}
     found: dict[str, float] = {}
     for c in w.collectives(mesh.work.works[first : last + 1].sum(axis=0)):
-        found[c.kind] = found.get(c.kind, 0.0) + c.num_bytes * times[c.phase]
+        late = c.phase == w.GRADIENT and c.axis == w.AXES[0] and mesh.reduces_late(option)
+        found[c.kind] = found.get(c.kind, 0.0) + c.num_bytes * (1 if late else times[c.phase])
     held, kept = (float(x[first : last + 1].sum()) for x in (mesh.work.parameter_bytes, mesh.work.kept_bytes))
     gathered = {1: held, 2: held, 3: 2 * num_microbatches * (held - kept) + kept}.get(option.zero, 0.0)
     if gathered:

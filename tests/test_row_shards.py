@@ -1,0 +1,143 @@
+"""Gradients over dp are reduced once a step where the loss does not couple samples, and the numbers stay."""
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from arena_jax.compiler import analyse, make_problem
+from arena_jax.compiler.row_shards import has_row_shards
+from arena_jax.compiler.trace import trace_loss
+from arena_jax.runtime.one_stage import OneStage
+from arena_jax.runtime.pipeline import Pipeline
+from arena_jax.values import Last, Weighted
+from tests.compiled import collective_bytes
+from tests.problems import compile_program, make_plan
+
+WIDTH, ROWS = 8, 16
+PARAMETERS = 4 * (WIDTH * 16 + 16 + 16 * WIDTH + WIDTH)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, rate: float = 0.0) -> None:
+        self.up = nnx.List([nnx.Linear(WIDTH, 16, rngs=rngs) for _ in range(4)])
+        self.down = nnx.List([nnx.Linear(16, WIDTH, rngs=rngs) for _ in range(4)])
+        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(jnp.tanh(up(x)))
+        return x if self.dropout is None else self.dropout(x)
+
+
+def mean(model: Net, batch: Any) -> Any:
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2), {"size": jnp.mean(jnp.abs(batch["x"]))}
+
+
+def weighted(model: Net, batch: Any) -> Any:
+    error = jnp.sum((model(batch["x"]) - batch["y"]) ** 2, axis=1)
+    return Weighted(jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]))
+
+
+RNG = np.random.default_rng(0)
+BATCH = {
+    "x": RNG.standard_normal((ROWS, WIDTH)).astype("float32"),
+    "y": RNG.standard_normal((ROWS, WIDTH)).astype("float32"),
+    "weight": RNG.random(ROWS).astype("float32"),
+}
+
+
+def engine(program: Any) -> Any:
+    (found,) = (x for x in vars(program).values() if isinstance(x, OneStage | Pipeline))
+    return found
+
+
+def reduced_bytes(text: str) -> dict[bool, int]:
+    """Bytes of all-reduces over 64 bytes, which no loss has, inside of loops and outside."""
+    found: Counter[bool] = Counter()
+    in_loop = False
+    for line in text.splitlines():
+        if line.endswith("{") and "->" in line:
+            in_loop = not line.startswith("ENTRY")
+        num_bytes = collective_bytes(line)["all_reduce"]
+        if num_bytes > 64:
+            found[in_loop] += num_bytes
+    return found
+
+
+def trained(loss: Any, meshes: list[tuple[int, int]], *, zero: int = 0, **options: Any) -> tuple[list[float], Any]:
+    problem = make_problem(lambda rngs: Net(rngs, **options), optax.adam(1e-2), loss, BATCH)
+    devices = sum(dp * tp for dp, tp in meshes)
+    plan = make_plan(analyse(problem), f"cpu:{devices}", meshes, zero=zero, num_microbatches=4)
+    program = compile_program(problem, plan)
+    state, losses = program.init(), []
+    for _ in range(3):
+        state, metrics = program.step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    return losses, engine(program)
+
+
+@cache
+def on_one_device(loss: Any) -> list[float]:
+    return trained(loss, [(1, 1)])[0]
+
+
+@pytest.mark.parametrize("loss", [mean, weighted])
+def test_one_reduction_a_step_and_the_numbers_of_one_device(loss: Any) -> None:
+    alone = on_one_device(loss)
+    losses, one = trained(loss, [(2, 2)])
+    assert losses == pytest.approx(alone, rel=1e-5)
+    assert len(set(losses)) == 3
+    outside = reduced_bytes(one.compiled_text())[False]
+    assert PARAMETERS * 4 / 2 <= outside <= PARAMETERS * 4  # float32, tp shards at least half of them
+
+
+@pytest.mark.parametrize("meshes", [[(4, 1), (2, 1)], [(2, 1), (1, 2), (2, 2)]])
+def test_stages_reduce_once_a_step(meshes: list[tuple[int, int]]) -> None:
+    """Whatever the dp of their neighbours: what crosses is the whole microbatch."""
+    alone = on_one_device(mean)
+    losses, pipeline = trained(mean, meshes)
+    assert losses == pytest.approx(alone, rel=1e-5)
+    for (dp, tp), programs in zip(meshes, pipeline._stages, strict=True):
+        for compiled in (programs.both, programs.forward, programs.backward):
+            if compiled is not None and tp == 1:
+                assert not reduced_bytes(compiled.as_text())
+        if dp > 1:
+            assert reduced_bytes(programs.reduced.as_text())
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_optimizer_state_over_dp(zero: int) -> None:
+    """ZeRO-1 keeps whole gradients, which wait; ZeRO-2 has no room for them."""
+    alone = on_one_device(mean)
+    losses, one = trained(mean, [(4, 1)], zero=zero)
+    assert losses == pytest.approx(alone, rel=1e-5)
+    assert bool(reduced_bytes(one.compiled_text())[True]) == (zero == 2)
+
+
+def traced(loss: Any, **options: Any) -> Any:
+    return trace_loss(make_problem(lambda rngs: Net(rngs, **options), optax.adam(1e-2), loss, BATCH))
+
+
+def test_which_losses_are_those_of_their_parts() -> None:
+    def normalised(model: Net, batch: Any) -> Any:
+        x = model(batch["x"])
+        return jnp.mean((x - x.mean(0, keepdims=True)) ** 2)
+
+    def branching(model: Net, batch: Any) -> Any:
+        x = model(batch["x"])
+        return jnp.mean(jax.lax.cond(batch["y"][0, 0] > 0, jnp.sin, jnp.cos, x))
+
+    def latest(model: Net, batch: Any) -> Any:
+        return mean(model, batch)[0], {"last": Last(batch["x"][0, 0])}
+
+    assert has_row_shards(traced(mean))
+    assert has_row_shards(traced(weighted))
+    assert not has_row_shards(traced(mean, rate=0.5))
+    assert not any(has_row_shards(traced(loss)) for loss in (normalised, branching, latest))
