@@ -17,8 +17,8 @@ from arena_jax.planner import constraints_of
 from arena_jax.recipe import load_recipe
 
 FOLDER = Path(__file__).parent / "golden" / "plans"
-# A CPU type with threads of its own is taken from the catalogue as it is, not measured.
-FIXED = CATALOGUE.extended({"cpu": {"threads": 1}})
+# A CPU type with threads and rates of its own is taken as it is, not measured.
+FIXED = CATALOGUE.extended({"cpu": {"threads": 1, "peak_flops": {"float32": 50e9, "float64": 25e9, "float16": 50e9}}})
 ALLOCATIONS = ("cpu:4", "a100:2x2")
 NUM_MICROBATCHES = 4
 
