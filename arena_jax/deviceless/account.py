@@ -77,7 +77,7 @@ def account_of_stage(programs: Mapping[str, Sequence[Compiled]], resident: Resid
     """The account of a pipeline's stage.
 
     Args:
-        programs: by role: ``forward`` and ``backward``, or ``both``; ``update`` and what else there is.
+        programs: by role: ``forward`` and ``backward``, or ``both``; ``reduced``, ``update`` and what else there is.
         in_flight: microbatches whose activations the stage holds at once.
     """
     peaks = [resident.always]
@@ -87,6 +87,8 @@ def account_of_stage(programs: Mapping[str, Sequence[Compiled]], resident: Resid
         peaks.append(resident.always + resident.received + in_flight * resident.kept + program.fresh_bytes)
     for program in programs.get("both", ()):
         peaks.append(resident.always + resident.received + program.fresh_bytes)
+    for program in programs.get("reduced", ()):
+        peaks.append(resident.always + program.fresh_bytes)
     for role in ("start", "advance", "finish"):
         # What these make is resident.
         peaks += [resident.always + program.temp_bytes for program in programs.get(role, ())]
@@ -100,7 +102,7 @@ def account_of_stage(programs: Mapping[str, Sequence[Compiled]], resident: Resid
         missing_bytes=refused.missing_bytes,
         message=refused.message,
         microbatch=tuple(c for program in loop for c in program.collectives),
-        once=tuple(c for p in programs.get("update", ()) for c in p.collectives),
+        once=tuple(c for role in ("reduced", "update") for p in programs.get(role, ()) for c in p.collectives),
     )
 
 
