@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -136,10 +137,27 @@ def arriving() -> Note | None:
     return Note.read(path) if path.exists() else None  # a process that is started again has taken the note already
 
 
-def forget(run: Path) -> None:
-    """Remove what a killed process left half way; the run goes on from its last checkpoint."""
-    with suppress(UsageError):
-        Note.read(run / FILE_NAME).settle()
+def rescue(run: Path, checkpoints: Path, newest: int | None) -> int | None:
+    """Make a checkpoint of the state that a killed process had handed over, where it is newer than the newest.
+
+    Returns:
+        Its step; ``None`` where there is none.
+    """
+    try:
+        note = Note.read(run / FILE_NAME)
+    except UsageError:
+        return None
+    source, place = Path(note.folder) / str(note.step), checkpoints / str(note.step)
+    step = None
+    with suppress(OSError):  # host memory does not outlive the machine
+        if source.is_dir() and note.step > (newest or 0):
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            temporary = Path(tempfile.mkdtemp(prefix="rescued-", dir=checkpoints))
+            shutil.copytree(source, temporary, dirs_exist_ok=True)
+            temporary.rename(place)
+            step = note.step
+    note.settle()
+    return step
 
 
 def go_on(run: Path, arguments: Sequence[str]) -> NoReturn:

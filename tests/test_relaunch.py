@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 import arena_jax
 from arena_jax.errors import UsageError
 from arena_jax.events import read_events
-from arena_jax.relaunch import ENV_NOTE, FILE_NAME, Note, Place, arriving
+from arena_jax.relaunch import ENV_NOTE, FILE_NAME, Note, Place, arriving, rescue
+from arena_jax.runtime.rundir import open_run, take_over
 from tests import relaunch_job
 from tests.doubles import one_stage_plan
 
@@ -51,6 +53,34 @@ def test_a_note_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.Mo
     path.write_text("{}")
     with pytest.raises(UsageError, match="no note of a training"):
         arriving()
+
+
+def test_the_state_of_a_process_that_was_killed_half_way_becomes_a_checkpoint(tmp_path: Path) -> None:
+    left, checkpoints = tmp_path / "state" / "3", tmp_path / "checkpoints"
+    for newest, expected in ((5, None), (None, 3), (2, 3)):
+        left.mkdir(parents=True)
+        (left / "arrays").write_text("all of them")
+        note(tmp_path).write()
+        assert rescue(tmp_path, checkpoints, newest) == expected
+        assert not left.exists()
+        assert [p.name for p in checkpoints.glob("*")] == ([] if expected is None else ["3"])
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    note(tmp_path).write()  # and the machine was switched off
+    assert rescue(tmp_path, checkpoints, None) is None
+    assert rescue(tmp_path, checkpoints, None) is None
+
+
+def test_a_directory_stays_taken_while_the_program_is_replaced(tmp_path: Path) -> None:
+    run = open_run(tmp_path, name="toy", resume="auto")
+    run.keep_over_exec()
+    with pytest.raises(UsageError, match="another process"):
+        open_run(tmp_path, name="toy", resume="auto")
+    again = take_over(tmp_path)
+    assert again is not None
+    assert again.run_id == run.run_id
+    assert take_over(tmp_path) is None
+    again.close()
+    open_run(tmp_path, name="toy", resume="auto").close()
 
 
 def test_a_run_changes_its_device_type_and_comes_back_from_a_node_that_fails(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def command(
                 as_json=as_json,
                 given=(recipe, overrides),
                 note=note,
+                may_leave=True,
             )
         except Exception as error:
             if note is None or note.failed or not (Path(note.run) / relaunch.FILE_NAME).exists():
@@ -179,6 +180,7 @@ def train(
     as_json: bool,
     given: tuple[str, Sequence[str]] | None = None,
     note: "Note | None" = None,
+    may_leave: bool = False,
     callbacks: "Sequence[Callback]" = (),
 ) -> tuple[int, dict[str, Any]]:
     """Train, and return the exit code and what ``--json`` prints.
@@ -186,9 +188,11 @@ def train(
     Args:
         given: name and overrides from which another process can load the same recipe.
         note: what the process left that this one goes on from.
+        may_leave: whether the caller starts another process where exit code 76 asks for it.
         callbacks: given every event, on the loop's thread.
     """
     from arena_jax.job import build
+    from arena_jax.relaunch import is_supervised
 
     job = build(recipe)
     signals.check("building the model")
@@ -204,14 +208,19 @@ def train(
     # `steps=N` is another recipe, whose schedule ends earlier; `--steps N` is the beginning of this one.
     num_steps = job.steps if steps is None else steps
     run = _run_directory(recipe, resume, num_steps) if note is None else _run_of(note, recipe)
-    if note is None:
-        from arena_jax.relaunch import forget
+    if note is None and resume == "auto":
+        from arena_jax.relaunch import rescue
 
-        forget(run.path)
+        run.resume_step = rescue(run.path, run.checkpoints, run.resume_step) or run.resume_step
     try:
         with _hook(recipe, run, note) as hook:
             warm = _warm(planner, given)
-            return _train(job, planner, target, plan, run, num_steps, signals, hook, warm, note, callbacks)
+            code, report = _train(
+                job, planner, target, plan, run, num_steps, signals, hook, warm, note, callbacks, may_leave
+            )
+        if code == EXIT_RELAUNCH and not is_supervised():
+            run.keep_over_exec()
+        return code, report
     finally:
         run.close()
 
@@ -228,6 +237,7 @@ def _train(
     warm: "WarmProcess | None",
     note: "Note | None",
     callbacks: "Sequence[Callback]",
+    may_leave: bool,
 ) -> tuple[int, dict[str, Any]]:
     from arena_jax.cli.departure import Departure
     from arena_jax.cli.progress import Progress
@@ -240,7 +250,7 @@ def _train(
     tracker = _tracker(recipe)
     evals: list[dict[str, Any]] = []
     elsewhere = None
-    if warm is not None:
+    if warm is not None and may_leave:
         elsewhere = Departure(
             run.path,
             warm,
@@ -426,9 +436,9 @@ def _tracker(recipe: "Recipe") -> "MLflowTracker | None":
 
 def _run_of(note: "Note", recipe: "Recipe") -> "RunDirectory":
     """The directory of the run that goes on; what is resumed is the note's state, not a checkpoint."""
-    from arena_jax.runtime.rundir import open_run
+    from arena_jax.runtime.rundir import open_run, take_over
 
-    run = open_run(Path(note.run), name=recipe.name, resume="auto")
+    run = take_over(Path(note.run)) or open_run(Path(note.run), name=recipe.name, resume="auto")
     run.resume_step = None
     return run
 

@@ -21,6 +21,9 @@ from arena_jax.runtime.checkpoint import CheckpointStore
 Resume = str | int
 """``auto``, ``never``, ``must``, or the number of completed steps to go back to."""
 
+# Which open file holds the lock of which directory, for the program that replaces this one in its process.
+_ENV_LOCK = "ARENA_JAX_LOCK"
+
 RESUME_WORDS = ("auto", "never", "must")
 
 
@@ -43,6 +46,12 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         """Where the checkpoints are."""
         return self.path / "checkpoints"
+
+    def keep_over_exec(self) -> None:
+        """Leave the directory to the program that replaces this one, so that nobody else takes it in between."""
+        os.set_inheritable(self._lock, True)
+        os.environ[_ENV_LOCK] = f"{self._lock}:{self.path}"
+        self._lock = -1
 
     def close(self) -> None:
         """Let other processes train here."""
@@ -69,6 +78,15 @@ def open_run(path: Path, *, name: str, resume: Resume) -> RunDirectory:
         run.close()
         raise
     return run
+
+
+def take_over(path: Path) -> RunDirectory | None:
+    """The directory that the program before this one left by :meth:`RunDirectory.keep_over_exec`, if it is this one."""
+    lock, _, kept = os.environ.pop(_ENV_LOCK, "").partition(":")
+    if not lock or Path(kept) != path.absolute():
+        return None
+    os.set_inheritable(int(lock), False)
+    return RunDirectory(path=path.absolute(), run_id=_run_id(path, ""), _lock=int(lock))
 
 
 def find_run(root: Path, *, name: str, resume: Resume, num_steps: int) -> RunDirectory:
