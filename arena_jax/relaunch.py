@@ -62,7 +62,8 @@ class Note:
         target: what was asked for.
         request_id, reason: of the request.
         background_s, prepared: see ``Swap``.
-        left_at: unix seconds at the end of the last step.
+        left_at, began_at: unix seconds at the end of the last step, and when the state began to be handed over.
+        num_bytes: of the state.
         failed: why ``here`` is where the training comes from; empty on the way out.
         first_step: completed steps before this command.
         history: (loss, step time) of each step of this command so far.
@@ -81,6 +82,8 @@ class Note:
     background_s: float = 0.0
     prepared: bool = False
     left_at: float = 0.0
+    began_at: float = 0.0
+    num_bytes: int = 0
     failed: str = ""
     first_step: int = 0
     history: tuple[tuple[float, float], ...] = ()

@@ -198,6 +198,8 @@ def _arrival(note: Note) -> Arrival:
         background_s=note.background_s,
         stall_s=max(0.0, time.time() - note.left_at),
         prepared=note.prepared,
+        move_s=max(0.0, time.time() - note.began_at),
+        moved_bytes=note.num_bytes,
         difference=plan_difference(before, plan),
     )
     return Arrival(

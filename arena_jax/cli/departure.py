@@ -92,7 +92,8 @@ class Departure:
     def hand_over(self, relaunch: "Relaunch", tree: Mapping[str, Any], info: "CheckpointInfo") -> None:
         from arena_jax.runtime.checkpoint import CheckpointStore
 
-        folder = _folder_for(sum(leaf.nbytes for leaf in tree.values()), self._run)
+        began_at, num_bytes = time.time(), sum(leaf.nbytes for leaf in tree.values())
+        folder = _folder_for(num_bytes, self._run)
         try:
             with CheckpointStore(folder) as store:
                 done = [*store.save(relaunch.step, tree, info), *store.wait()]
@@ -117,7 +118,9 @@ class Departure:
                 reason=request.reason,
                 background_s=relaunch.background_s,
                 prepared=relaunch.prepared,
-                left_at=self._last_step_at or time.time(),
+                left_at=self._last_step_at or began_at,
+                began_at=began_at,
+                num_bytes=num_bytes,
                 first_step=self._first_step,
                 history=tuple(self._history),
                 swaps=tuple(self._swaps),
