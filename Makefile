@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/setup.done
 
-.PHONY: help setup train test verify lint bench clean
+.PHONY: help setup train test verify lint bench demo clean
 
 help:
 	@echo "make setup    virtual environment in $(VENV), pinned dependencies, the alpa solver"
@@ -17,6 +17,7 @@ help:
 	@echo "make test     the tests"
 	@echo "make verify   the whole matrix of plans against one device (hours, resumable)"
 	@echo "make lint     ruff, mypy, import contracts"
+	@echo "make demo     six jobs under the cluster service, on two virtual device types (under 10 minutes)"
 	@echo "make bench    every benchmark"
 
 setup: $(STAMP)
@@ -46,6 +47,7 @@ verify: setup
 	$(BIN)/python -m tests.verify $(ARGS)
 	$(BIN)/python -m tests.kill
 	$(BIN)/python -m tests.swap_verify
+	$(BIN)/python -m tests.service.chaos
 
 lint: setup
 	$(BIN)/ruff check .
@@ -56,6 +58,9 @@ lint: setup
 bench: setup
 	@set -e; for script in benchmarks/[!_]*.py; do echo "== $$script"; \
 	  $(BIN)/python -m benchmarks.$$(basename $$script .py) $(ARGS); done
+
+demo: setup
+	$(BIN)/python -m benchmarks.service_demo $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

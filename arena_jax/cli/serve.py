@@ -41,11 +41,21 @@ DEFAULT_PORT = 8642
     default=20.0,
     show_default=True,
     metavar="SECONDS",
-    help="What a change is thought to cost until one was measured.",
+    help="What a new process is thought to cost until it was measured.",
+)
+@click.option(
+    "--resize-s",
+    type=click.FloatRange(min=0),
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="The same, for a change inside a process.",
 )
 @state_option
 @console.json_option
-def command(cluster_file: Path, policy: str, port: int, restart_s: float, state: Path | None, as_json: bool) -> None:
+def command(
+    cluster_file: Path, policy: str, port: int, restart_s: float, resize_s: float, state: Path | None, as_json: bool
+) -> None:
     """Serve a queue of jobs on a cluster until Ctrl-C.
 
     Jobs run as processes of this machine, on virtual CPU devices. They go on when the service ends, and are
@@ -68,7 +78,7 @@ def command(cluster_file: Path, policy: str, port: int, restart_s: float, state:
         cluster=cluster,
         queues=Queues.from_tables(tables.get("queues", {}), source=str(cluster_file)),
         policy=policy,
-        rules=Rules(change_cost_s=restart_s),
+        rules=Rules(change_cost_s=restart_s, resize_cost_s=resize_s),
         port=None if port < 0 else port,
         label=nominal_label(cluster),
     )

@@ -21,6 +21,7 @@ class Progress:
         grid: what its process runs on, in the process's own words (``cpu:4/s2``).
         num_devices: of that grid.
         seen_at: unix time of its latest event.
+        stall_s: how long its latest change inside the process made it stand still; ``None`` before there was one.
         points: steps since the last heartbeat.
     """
 
@@ -30,6 +31,7 @@ class Progress:
     grid: str
     num_devices: int
     seen_at: float
+    stall_s: float | None = None
     points: tuple[Point, ...] = ()
 
 

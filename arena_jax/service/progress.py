@@ -47,6 +47,7 @@ class RunReader:
         self._num_devices = 0
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self._num_steps = 0
+        self._stall_s: float | None = None
         self._points: list[Point] = []
 
     def read(self) -> None:
@@ -82,6 +83,7 @@ class RunReader:
             grid=self._grid,
             num_devices=self._num_devices,
             seen_at=self.seen_at,
+            stall_s=self._stall_s,
             points=points,
         )
 
@@ -103,6 +105,8 @@ class RunReader:
                 if self._num_steps > _SKIPPED:
                     self._times.append(float(event["step_time_s"]))
                 self._points.append((self._step, float(at), self._loss, float(event["step_time_s"])))
+            elif kind == "swap":
+                self._stall_s = float(event["stall_s"])
             elif kind == "run_end":
                 self.done = event.get("stop_reason") in ("done", "data_ended")
         except (KeyError, TypeError, ValueError):

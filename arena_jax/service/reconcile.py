@@ -51,7 +51,8 @@ class Rules:
         most_crashes: without progress in between; then it has failed.
         round_s: between decisions; 0 decides at events.
         settle_s: events within so long are decided on together.
-        change_cost_s: what a change costs while none of its cause was measured.
+        change_cost_s: what a new process costs while none of its cause was measured.
+        resize_cost_s: the same of a change inside the process.
     """
 
     stop_grace_s: float = 120.0
@@ -63,6 +64,7 @@ class Rules:
     round_s: float = 0.0
     settle_s: float = 0.5
     change_cost_s: float = 20.0
+    resize_cost_s: float = 5.0
 
 
 class Reconciler:
@@ -342,7 +344,8 @@ class Reconciler:
             events.append((now, job.id, kind, {"from": job.ran_on, "to": job.told, "how": "in its process"}))
             job.held = left_after(job.held, target, job.desired)
             job.ran_on, job.told = job.told, ""
-            self._arrived(job, now)
+            # It trained on until the change was made: only standing still was lost.
+            self._arrived(job, now, beat.progress.stall_s)
         elif beat.told == "refused" or now - job.told_at > self.rules.change_grace_s:
             why = beat.why or f"it was not made within {self.rules.change_grace_s:g} s"
             events.append((now, job.id, "refused", {"to": job.told, "why": why}))
@@ -350,23 +353,23 @@ class Reconciler:
             job.told = ""
             self._begin_stop(job, f"to be launched anew: {why}", now)
 
-    def _arrived(self, job: Job, now: float) -> None:
-        """A change is complete: it is known now what it cost."""
+    def _arrived(self, job: Job, now: float, cost_s: float | None = None) -> None:
+        """A change is complete: it is known now what it cost, by default the time since it was decided."""
         if not job.settled:
             job.settled = True
             job.charge_until = min(job.charge_until, now) if job.charge_until else now
             if job.cause in CAUSES:
-                self.store.put_charge(job.cause, max(0.0, now - job.since))
+                self.store.put_charge(job.cause, max(0.0, now - job.since) if cost_s is None else cost_s)
                 self._costs = self._measured_costs()
 
     def _measured_costs(self) -> RestartCosts:
-        known = {cause: self.store.charges(cause) for cause in CAUSES}
-        return RestartCosts(
-            **{
-                cause: statistics.median(values) if values else self.rules.change_cost_s
-                for cause, values in known.items()
-            }
-        )
+        costs = {}
+        for cause in CAUSES:
+            known = self.store.charges(cause)
+            inside = self.executor.elastic and cause in ("grow", "shrink")
+            prior_s = self.rules.resize_cost_s if inside else self.rules.change_cost_s
+            costs[cause] = statistics.median(known) if known else prior_s
+        return RestartCosts(**costs)
 
     def _check_hang(self, job: Job, now: float, events: list[Event]) -> None:
         if job.killed or job.spec.rigid:
