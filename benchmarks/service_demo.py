@@ -141,7 +141,7 @@ def play(state: Path, cluster: Path, policy: str) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     served = Served(state, cluster, policy)
     began, began_at = time.monotonic(), time.time()
-    print(f"{policy}: page {json.loads((state / 'service.json').read_text())['socket']}", file=sys.stderr, flush=True)
+    print(f"{policy}: page {served.ask(do='status')['page']}", file=sys.stderr, flush=True)
     ids = []
     for recipe, steps, arrival_s, on in JOBS:
         time.sleep(max(0.0, began + arrival_s - time.monotonic()))
@@ -237,10 +237,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     planned_s = time.monotonic() - began
     (folder / "fcfs").mkdir(mode=0o700)
     with (
-        sqlite3.connect(folder / "arena/state.sqlite") as source,
+        sqlite3.connect(folder / "arena/state.sqlite") as kept,
         sqlite3.connect(folder / "fcfs/state.sqlite") as copy,
     ):
-        source.backup(copy)
+        kept.backup(copy)
     runs = {policy: play(folder / policy, cluster, policy) for policy in ("arena", "fcfs")}
     ours, theirs = runs["arena"], runs["fcfs"]
     means = {name: sum(run["jct_s"]) / len(run["jct_s"]) for name, run in runs.items()}
@@ -319,7 +319,7 @@ def _lines(
             [(name, f"{a:.4f}", f"{b:.4f}", f"{d:.1%}") for name, a, b, d in losses],
         ),
         "",
-        f"Largest difference of a final loss {worst:.1%} ({'within' if worst <= TOLERANCE else 'over'} {TOLERANCE:.0%}).",
+        f"Largest difference of a final loss: {worst:.1%}; {TOLERANCE:.0%} is allowed.",
     ]
 
 

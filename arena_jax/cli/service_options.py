@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -89,7 +90,11 @@ def repeat(draw: Callable[[], list[str]], every_s: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    with Live(Text("\n".join(draw())), console=Console(), auto_refresh=False, screen=False) as live:
+    # Ctrl-C is how one stops looking, not an interruption of anything.
+    with (
+        suppress(KeyboardInterrupt),
+        Live(Text("\n".join(draw())), console=Console(), auto_refresh=False, screen=False) as live,
+    ):
         while True:
             time.sleep(every_s)
             live.update(Text("\n".join(draw())), refresh=True)

@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+import yaml
+
 from arena_jax.control import ControlSocket
 from arena_jax.errors import EXIT_RESUMABLE
 from arena_jax.events import EventLog
@@ -34,7 +36,7 @@ def main(path: str) -> int:
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     saved = folder / "saved"
     step = int(saved.read_text()) if saved.exists() else 0
-    num_steps = json.loads(Path(task["recipe"]).read_text())["steps"]
+    num_steps = yaml.safe_load(Path(task["recipe"]).read_text())["steps"]
     grid = GridShape.parse(task["grid"], None)
     hook = ControlSocket(folder)
     with EventLog(folder / "events.jsonl") as log, open(folder / "steps", "a") as steps:
