@@ -182,9 +182,11 @@ def write(cache: Path, num_seeds: int, note: str = "") -> None:
         "start and change; all policies see the true step times of all allocations. `@paper` is the paper's own form",
         "(rounds, ramp), a plain name decides at every event. * uses remaining steps. JCT in seconds, mean over seeds,",
         "± half-width of the 95 % t interval of the mean; worst slowdown and most restarts are of any job of any seed.",
-        "Decision times were taken while other work ran on the machine. Seed 0 is the trace, seed k",
-        "permutes the jobs over the arrivals. The bound is the interval program of `arena_jax/scheduler/bounds.py`.",
-        "The constants of arena were chosen on `helios-10x`, seeds 0 and 1.",
+        "Decision times were taken while other work ran on the machine, more of it at some rows than at others;",
+        "`scheduler_latency.md` has some that were not. Seed 0 is the trace, seed k permutes the jobs over the",
+        "arrivals. *seeds*: how many were run; leads are over the seeds that both policies have. The bound is the",
+        "interval program of `arena_jax/scheduler/bounds.py`. The constants of arena were chosen on `helios-10x`,",
+        "seeds 0 and 1, with looks at 4x and 20x: two of the five seeds are not held out.",
         *(["", note] if note else []),
     ]
     for case in cases(num_seeds):

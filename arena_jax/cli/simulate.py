@@ -8,7 +8,7 @@ import click
 from arena_jax.cli import console
 
 if TYPE_CHECKING:
-    from arena_jax.scheduler import Result, Scenario
+    from arena_jax.scheduler import RestartCosts, Result, Scenario
 
 
 def complete_policy(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -56,6 +56,13 @@ def complete_policy(ctx: click.Context, param: click.Parameter, incomplete: str)
     "--restart-s", type=float, default=40.0, show_default=True, help="Charge of each start and change of allocation."
 )
 @click.option(
+    "--restart-cost",
+    "by_cause",
+    multiple=True,
+    metavar="CAUSE=S",
+    help="Another charge for start, resume, grow, shrink, move, migrate or failure; repeatable.",
+)
+@click.option(
     "--seed",
     "seeds",
     type=click.IntRange(min=0),
@@ -85,6 +92,11 @@ def complete_policy(ctx: click.Context, param: click.Parameter, incomplete: str)
 @click.option("--stragglers", type=float, default=0.0, help="Share of runs that are 1.5 times as slow.")
 @click.option("--failures-per-day", type=float, default=0.0, help="Expected failures per node and day.")
 @click.option(
+    "--node-events",
+    metavar="FILE",
+    help="Failures, drains and repairs to replay (CSV: time_s,device_type,node,kind).",
+)
+@click.option(
     "--deadlines", is_flag=True, help="Give 30 % of the jobs a deadline of 1.5 to 4 times their isolated time."
 )
 @click.option(
@@ -112,12 +124,13 @@ def command(
         make_policy(name)
     if len({Path(name).stem for name in clusters}) < len(clusters):
         raise UsageError("two cluster files have the same name", hint="rename one; results are told apart by it")
+    costs = _costs(options["restart_s"], options["by_cause"])
     answer: dict[str, Any] = {}
     for path in clusters:
-        scenarios = [_scenario(trace, path, seed, options) for seed in seeds]
+        scenarios = [_scenario(trace, path, seed, costs, options) for seed in seeds]
         results = _run(scenarios, policies, options["workers"])
         bound = interval_bound_s if options["bound"] == "interval" else isolated_bound_s
-        bounds = [bound(run.workload, options["restart_s"]) for run in results[policies[0]]]
+        bounds = [bound(run.workload, costs.start) for run in results[policies[0]]]
         bound_s = sum(bounds) / len(bounds)
         merged = {name: over_seeds([summary(run) for run in runs]) for name, runs in results.items()}
         if len(seeds) > 1:
@@ -146,9 +159,30 @@ def command(
                 console.data(line)
 
 
-def _scenario(trace: str, cluster_path: str, seed: int, options: dict[str, Any]) -> "Scenario":
-    from arena_jax.scheduler import Cluster, RestartCosts, Scenario, load_profiles, load_trace
+def _costs(seconds: float, by_cause: tuple[str, ...]) -> "RestartCosts":
+    """The charge of ``--restart-s`` for every cause but those given as ``CAUSE=S``."""
+    from dataclasses import replace
+
+    from arena_jax.errors import UsageError, nearest
+    from arena_jax.scheduler import RestartCosts
+    from arena_jax.scheduler.costs import CAUSES
+
+    given = {}
+    for text in by_cause:
+        cause, _, value = text.partition("=")
+        if cause not in CAUSES:
+            raise UsageError(f"unknown cause {cause!r}{nearest(cause, CAUSES)}", hint=f"causes: {', '.join(CAUSES)}")
+        try:
+            given[cause] = float(value)
+        except ValueError:
+            raise UsageError(f"--restart-cost {text}: {value!r} is not a number", hint=f"as {cause}=12.5") from None
+    return replace(RestartCosts.uniform(seconds), **given)
+
+
+def _scenario(trace: str, cluster_path: str, seed: int, costs: "RestartCosts", options: dict[str, Any]) -> "Scenario":
+    from arena_jax.scheduler import Cluster, Scenario, load_profiles, load_trace
     from arena_jax.scheduler.traces import draw_models
+    from arena_jax.scheduler.traces.events import load_node_events
     from arena_jax.scheduler.traces.raw import RawJob
 
     cluster = Cluster.load(cluster_path)
@@ -163,12 +197,13 @@ def _scenario(trace: str, cluster_path: str, seed: int, options: dict[str, Any])
         jobs=tuple(jobs),  # type: ignore[arg-type]
         cluster=cluster,
         profiles=profiles,
-        costs=RestartCosts.uniform(options["restart_s"]),
+        costs=costs,
         arrival_scale=options["arrival_scale"],
         seed=seed,
         error=options["error"],
         learn=options["learn"],
         failures_per_day=options["failures_per_day"],
+        node_events=tuple(load_node_events(options["node_events"], cluster)) if options["node_events"] else (),
         straggler_share=options["stragglers"],
         deadlines=options["deadlines"],
         objective=options["objective"],

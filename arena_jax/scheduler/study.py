@@ -33,6 +33,7 @@ class Scenario:
         error: sigma of the log-normal error on every estimate; ``learn`` makes a running job's step
             time known after its first step.
         failures_per_day: expected failures per node and day, each repaired after an hour.
+        node_events: failures, drains and repairs to replay, in seconds after the first arrival.
         straggler_share: share of runs that are 1.5 times as slow.
         deadlines: give 30 % of the jobs a deadline.
         objective: of the ``arena`` policy.
@@ -49,6 +50,7 @@ class Scenario:
     error: float = 0.0
     learn: bool = False
     failures_per_day: float = 0.0
+    node_events: tuple[NodeEvent, ...] = ()
     failure_length_s: float = 5e5
     straggler_share: float = 0.0
     deadlines: bool = False
@@ -79,17 +81,15 @@ class Scenario:
 
     def settings(self, workload: Workload, round_s: float) -> Settings:
         """Simulator settings with this scenario's luck."""
-        events: tuple[NodeEvent, ...] = ()
+        start = float(workload.arrival_s.min())
+        events = [replace(event, time_s=start + event.time_s) for event in self.node_events]
         if self.failures_per_day:
-            start = float(workload.arrival_s.min())
-            events = tuple(
-                node_failures(
-                    self.cluster,
-                    self.seed,
-                    per_day=self.failures_per_day,
-                    start_s=start,
-                    length_s=self.failure_length_s,
-                )
+            events += node_failures(
+                self.cluster,
+                self.seed,
+                per_day=self.failures_per_day,
+                start_s=start,
+                length_s=self.failure_length_s,
             )
         return Settings(
             costs=self.costs,
@@ -100,7 +100,7 @@ class Scenario:
             learn=self.learn,
             straggle=Stragglers(seed=self.seed, share=self.straggler_share) if self.straggler_share else None,
             node_events=events,
-            save_every_s=600.0 if self.failures_per_day else 0.0,
+            save_every_s=600.0 if events else 0.0,
         )
 
     def policy(self, name: str) -> tuple[Policy, float]:

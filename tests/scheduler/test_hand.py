@@ -129,14 +129,14 @@ def test_elasticflow_doubles_the_cheapest() -> None:
 
 
 def test_elasticflow_admits_by_minimum_share() -> None:
-    # 135 s hold 13 slots of 10 s. On two devices they give 104 steps of the 100 and two charges (16) needed, so A is
-    # promised four; B cannot be promised anything. At 102 A has 8 steps and 3 slots left, for which two devices are
-    # enough (102 + 10 + 10), and C starts on the others; at 122 it has done 8 steps and grows: 122 + 10 + 92.
+    # On two devices 135 s give 108 steps of the 100 and two charges (16) needed, so A is promised four; B cannot be
+    # promised anything. At 92 A has 18 steps and 43 s left, for which two devices are enough (34.4 of 18 + 16 steps):
+    # 92 + 10 + 22.5. C starts on the others; at 124.5 it has done 18 steps and grows: 124.5 + 10 + 82.
     jobs = [job("A", deadline_s=135.0), job("B", 1, deadline_s=140.0), job("C", 2)]
     result = run(workload(jobs), ElasticFlow(slot_s=10.0))
     assert result.state.tolist()[1] == REJECTED
-    assert finishes(result)["A"] == 122.0
-    assert finishes(result)["C"] == 224.0
+    assert finishes(result)["A"] == 124.5
+    assert finishes(result)["C"] == 216.5
 
 
 def test_arena_paper_halves_for_an_arrival_and_doubles_after() -> None:

@@ -77,6 +77,26 @@ def test_objectives_trade_time_for_money(files: Path, capsys: pytest.CaptureFixt
     assert dollars["cost"] < dollars["time"]
 
 
+def test_charges_by_cause(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, answer = call(files, capsys, "--policy", "fcfs", "--restart-s", "7", "--restart-cost", "start=100")
+    assert answer["lower_bound_s"] == 200.0
+    # Two at a time, 100 + 125 s each, three times over; the second begins at 10.
+    assert answer["policies"]["fcfs"]["makespan_s"] == pytest.approx(685.0)  # type: ignore[index]
+
+
+def test_node_events_are_replayed(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = files / "events.csv"
+    # J0 and J1 have done 48 and 40 steps when the only node is drained at 100. At 1000 they resume, for 40 + 65 and
+    # 40 + 75 s; behind them come J2 and J4, J3 and J5, of 165 s each: the last ends at 1115 + 330.
+    events.write_text("time_s,device_type,node,kind\n100,a100,0,drain\n1000,a100,0,up\n")
+    _, answer = call(files, capsys, "--policy", "fcfs", "--node-events", str(events))
+    assert answer["policies"]["fcfs"]["makespan_s"] == pytest.approx(1445.0)  # type: ignore[index]
+    events.write_text("time_s,device_type,node,kind\n-1,a100,0,fail\n1,v100,0,up\n1,a100,1,up\n1,a100,0,fial\n")
+    code, answer = call(files, capsys, "--node-events", str(events))
+    assert code == 2
+    assert all(f"line {n}" in answer["error"]["message"] for n in (2, 3, 4, 5))  # type: ignore[index]
+
+
 def test_seeds_are_merged_and_kept(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, answer = call(files, capsys, "--seed", "0", "--seed", "1", "--arrival-scale", "2")
     assert set(answer["policies"]["arena"]["seeds"]) == {"0", "1"}  # type: ignore[index]
@@ -142,6 +162,12 @@ def test_the_table_fits_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int
         (["--policy", "srtf@paper"], "no such form"),
         (["--restart-s", "-1"], "restart cost"),
         (["--round-s", "-1"], "round_s"),
+        (["--restart-cost", "grwo=3"], "did you mean 'grow'"),
+        (["--restart-cost", "grow"], "'' is not a number"),
+        (["--restart-cost", "grow=-3"], "restart cost 'grow'"),
+        (["--seed", "-1"], "-1"),
+        (["--horizon-s", "nan"], "horizon_s"),
+        (["--error", "-1"], "error of estimates"),
         (["--arrival-scale", "0"], "arrival scale"),
         (["--objective", "fame"], "fame"),
         (["--cluster", "none.toml"], "cannot read cluster file"),

@@ -79,8 +79,10 @@ class Givers:
         return self._shares[short]
 
     def _choose(self, found: "_Found", asking: int, kind: int, short: int, gain: float) -> list[tuple[int, int]] | None:
-        others = found.jobs != asking
-        jobs, loss, each, freed = (a[others] for a in (found.jobs, found.loss, found.per_device, found.freed))
+        jobs, loss, each, freed = found.jobs, found.loss, found.per_device, found.freed
+        if self._home[asking] == kind:
+            others = jobs != asking
+            jobs, loss, each, freed = jobs[others], loss[others], each[others], freed[others]
         if not len(jobs):
             return None
         rows = np.arange(len(jobs))

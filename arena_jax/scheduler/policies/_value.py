@@ -58,20 +58,23 @@ def values(view: View, jobs: Jobs, now: float, rules: ValueRules, allowed: np.nd
     remaining = jobs.remaining_s
     if allowed is not None:
         remaining = np.where(allowed, remaining, np.inf)
-    fastest = remaining.min(axis=1)
+    fastest = _least(remaining)
     charge = charges(view, jobs, now)
     charge *= 1.0 + rules.caution * jobs.num_restarts[:, None]
     running = np.flatnonzero(jobs.column >= 0)
     held = jobs.column[running]
     charge[running, held] = np.maximum(0.0, jobs.charge_until_s[running] - now)
     horizon = np.minimum(remaining, rules.patience_s)
+    charge += horizon
+    np.divide(horizon, charge, out=horizon)  # the part of the horizon that is not charge
     # Seconds until the cluster has done all work there is, at the least device-seconds of each job.
-    work = (remaining * view.columns.num_devices).min(axis=1)
+    work = _least(remaining * view.columns.num_devices)
     drain = float(work[np.isfinite(work)].sum()) / max(int(view.capacity.sum()), 1)
     weight = weights(jobs, now, fastest, drain, rules)
     with np.errstate(invalid="ignore"):
-        value = (weight * fastest)[:, None] / remaining * (horizon / (horizon + charge))
-    value[~np.isfinite(remaining)] = -np.inf
+        value = (weight * fastest)[:, None] / remaining
+        value *= horizon
+    np.putmask(value, ~np.isfinite(remaining), -np.inf)
     hold = now - jobs.since_s[running] < rules.min_run_s
     tired = jobs.num_restarts[running] >= rules.most_restarts
     # What may still change is narrowed here; nothing is taken from these jobs either (see settled).
@@ -87,6 +90,11 @@ def values(view: View, jobs: Jobs, now: float, rules: ValueRules, allowed: np.nd
     stranded = running[~np.isfinite(value[running, held])]
     value[stranded, jobs.column[stranded]] = 0.0
     return value
+
+
+def _least(times: np.ndarray) -> np.ndarray:
+    """Least of each row; for rows this short faster than ``min(axis=1)``."""
+    return np.take_along_axis(times, times.argmin(axis=1)[:, None], axis=1)[:, 0]  # type: ignore[no-any-return]
 
 
 def settled(jobs: Jobs, now: float, rules: ValueRules) -> np.ndarray:

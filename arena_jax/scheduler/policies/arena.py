@@ -132,10 +132,12 @@ class Arena:
     def _wake(self, jobs: Jobs, now: float, chosen: np.ndarray) -> float | None:
         """Deadlines whose slack runs out between events, and the end of minimum runs while jobs wait."""
         times = []
-        tight = jobs.deadline_s - 1.5 * jobs.remaining_s.min(axis=1) - 340.0
-        later = tight[np.isfinite(tight) & (tight > now)]
-        if len(later):
-            times.append(float(later.min()) + 1.0)
+        hurried = np.flatnonzero(np.isfinite(jobs.deadline_s))
+        if len(hurried):
+            tight = jobs.deadline_s[hurried] - 1.5 * jobs.remaining_s[hurried].min(axis=1) - 340.0
+            later = tight[np.isfinite(tight) & (tight > now)]
+            if len(later):
+                times.append(float(later.min()) + 1.0)
         if self.rules.min_run_s and (chosen < 0).any():
             ends = jobs.since_s[jobs.column >= 0] + self.rules.min_run_s
             ends = ends[ends > now]

@@ -143,20 +143,28 @@ class ElasticFlow:
         left = float(jobs.deadline_s[i]) - now
         # Kept for the changes to come: one down and one up again, besides what is being charged now.
         charge = 2.0 * float(jobs.restart_s.max()) + max(0.0, float(jobs.charge_until_s[i]) - now)
-        num_slots = int(left // self.slot_s)
-        if num_slots < 1:
+        if left <= 0:
             return None
+        num_slots = int(np.ceil(left / self.slot_s))
+        length = np.full(num_slots, self.slot_s)
+        length[-1] = left - (num_slots - 1) * self.slot_s  # the deadline may lie within a slot
         devices = np.array(ladder.devices)
-        work = np.append(self.slot_s / np.array(ladder.step_s), 0.0)  # [-1] = nothing
+        rate = np.append(1.0 / np.array(ladder.step_s), 0.0)  # [-1] = nothing
         for level in range(len(devices)):
             rung = np.minimum(np.searchsorted(devices, free[:num_slots], side="right") - 1, level)
             need = float(jobs.remaining_steps[i]) + charge / ladder.step_s[level]
-            done = np.cumsum(work[rung][::-1])[::-1]  # work from each slot to the deadline
+            done = np.cumsum((length * rate[rung])[::-1])[::-1]  # work from each slot to the deadline
             if done[0] < need:
                 continue
             first = int(np.flatnonzero(done >= need)[-1])
             rung[:first] = -1
             return rung
+        # Too late to be changed once more; as it is it may still make it.
+        held = int(jobs.column[i])
+        if held in ladder.columns and (free[:num_slots] >= devices[level := ladder.columns.index(held)]).all():
+            ready = max(now, float(jobs.charge_until_s[i]))
+            if ready + float(jobs.remaining_steps[i]) * ladder.step_s[level] <= float(jobs.deadline_s[i]):
+                return np.full(num_slots, level)
         return None
 
     # -- what is left over -------------------------------------------------------------------------

@@ -104,7 +104,12 @@ def csv_rows(text: str, *, delimiter: str = ",", fieldnames: Sequence[str] | Non
 
 
 def parse_rows(
-    rows: Iterable[Row], parse: Callable[[Row], T | None], source: str, *, faults: Faults | None = None
+    rows: Iterable[Row],
+    parse: Callable[[Row], T | None],
+    source: str,
+    *,
+    faults: Faults | None = None,
+    what: str = "jobs",
 ) -> list[T]:
     """Parse every row, collect the faults of all, refuse doubled ids; ``None`` leaves a row out."""
     faults = faults or Faults(source)
@@ -129,7 +134,7 @@ def parse_rows(
         parsed.append(item)
     faults.raise_any()
     if not parsed:
-        raise TraceError(f"{source} holds no jobs")
+        raise TraceError(f"{source} holds no {what}")
     return parsed
 
 
