@@ -35,6 +35,8 @@ from arena_jax.service.store import Point, StateError, Store
 Event = tuple[float, str, str, Mapping[str, Any]]
 # A measured step time that moves an estimate by more than this is worth another decision.
 _SURPRISE = 0.1
+# With thousands of jobs a decision takes a while; so many times as long is left between two, for requests.
+_MOST_DECIDING = 4.0
 _TAIL_LINES, _TAIL_BYTES = 20, 16_384
 
 
@@ -111,6 +113,7 @@ class Reconciler:
         self._trigger: list[str] = ["service start"] if self.jobs else []
         self._wake_at: float | None = None
         self._decided_at = 0.0
+        self._decision_s = 0.0
         self._costs = self._measured_costs()
         self._advanced_at = now
         self._said: dict[int, str] = {}
@@ -454,7 +457,8 @@ class Reconciler:
         for job in waking:
             job.not_before = 0.0
             self._trigger.append(f"{job.id} may be tried again")
-        return bool(self._trigger) and now - self._decided_at >= max(self.rules.round_s, self.rules.settle_s)
+        wait_s = max(self.rules.round_s, self.rules.settle_s, _MOST_DECIDING * self._decision_s)
+        return bool(self._trigger) and now - self._decided_at >= wait_s
 
     def _decide(self, now: float) -> None:
         trigger, self._trigger = self._trigger, []
@@ -483,7 +487,7 @@ class Reconciler:
         for job in decided.rejected:
             self._end(job, Phase.FAILED, "turned away by the policy: its deadline cannot be met", now, events)
             changed[job.number] = job
-        self._wake_at = decided.wake_at
+        self._wake_at, self._decision_s = decided.wake_at, decided.took_s
         if decided.changes:
             events.append((now, "", "decision", self._log_entry(decided, trigger)))
         if changed or events:
