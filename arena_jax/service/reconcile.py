@@ -37,6 +37,8 @@ Event = tuple[float, str, str, Mapping[str, Any]]
 _SURPRISE = 0.1
 # With thousands of jobs a decision takes a while; so many times as long is left between two, for requests.
 _MOST_DECIDING = 4.0
+# Of a job's curves, so many points are kept at most.
+_MOST_POINTS = 2000
 _TAIL_LINES, _TAIL_BYTES = 20, 16_384
 
 
@@ -324,8 +326,10 @@ class Reconciler:
         job.step, job.loss, job.grid = progress.step, progress.loss, progress.grid
         job.step_time_s = progress.step_time_s
         job.seen_at = min(now, progress.seen_at)
-        if progress.points:
-            points[job.number] = list(progress.points)
+        every = -(-job.spec.steps // _MOST_POINTS)
+        kept = [point for point in progress.points if point[0] % every == 0]
+        if kept:
+            points[job.number] = kept
 
     def _alive(self, job: Job, beat: Heartbeat, now: float, events: list[Event]) -> None:
         if job.phase is Phase.STARTING and (beat.progress is not None or job.spec.rigid):

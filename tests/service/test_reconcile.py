@@ -252,3 +252,11 @@ def test_every_policy_drives_it(tmp_path, policy):
     jobs = [bench.submit(recipe(f"job{i}", steps=60, on="quick:4" if i % 2 else "slow:4")) for i in range(5)]
     bench.run(1200, 5.0)
     assert [bench.job(job).phase for job in jobs] == [Phase.FINISHED] * 5
+
+
+def test_the_curves_of_a_long_job_are_thinned(bench):
+    job = bench.submit(recipe(steps=20_000))
+    bench.run(400)
+    steps = [step for step, *_ in bench.store.points(job.number)]
+    assert steps
+    assert all(step % 10 == 0 for step in steps)

@@ -1,0 +1,51 @@
+"""What a worker adds to a training: the pace of a virtual device type, and an experiment per queue."""
+
+import pytest
+
+from arena_jax import worker
+from arena_jax.worker import Pace, experiment_of
+
+
+class Time:
+    """A clock that passes when somebody sleeps or works."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(round(seconds, 6))
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Time()
+    monkeypatch.setattr(worker, "time", clock)
+    return clock
+
+
+def test_steps_take_at_least_the_nominal_time_of_their_devices(clock):
+    pace = Pace({4: 0.5, 2: 1.0})
+    pace({"kind": "plan", "grid": "cpu:4/s1"})
+    for work_s in (0.1, 0.2, 0.7, 0.1):  # the third is slower than nominal: nothing is waited for, or caught up
+        clock.now += work_s
+        pace({"kind": "step"})
+    assert clock.slept == [0.4, 0.3, 0.4]
+    clock.now += 3.0
+    pace({"kind": "eval"})  # not a step: its time is its own
+    pace({"kind": "plan", "grid": "cpu:2/s2"})
+    clock.now += 0.25
+    pace({"kind": "step"})
+    assert clock.slept[-1] == 0.75
+    pace({"kind": "plan", "grid": "cpu:8/s1"})  # no nominal speed
+    pace({"kind": "step"})
+    assert len(clock.slept) == 4
+
+
+def test_an_experiment_per_queue_unless_the_recipe_names_one():
+    assert experiment_of("arena-jax", {"queue": "night"}) == "arena-jax night"
+    assert experiment_of("mine", {"queue": "night"}) == "mine"
