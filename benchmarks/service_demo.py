@@ -62,12 +62,12 @@ OVERRIDES = {
 }
 # Recipe, steps, seconds of its arrival, and what its user asked for: everybody wants the fast type.
 JOBS = (
-    ("gpt_tiny", 90, 0.0, "quick:4"),
-    ("bert_tiny", 40, 5.0, "quick:2"),
-    ("moe_tiny", 15, 30.0, "quick:2"),
-    ("wide_resnet_tiny", 60, 35.0, "quick:2"),
-    ("gpt_tiny", 20, 60.0, "quick:4"),
-    ("bert_tiny", 15, 70.0, "quick:2"),
+    ("gpt_tiny", 80, 0.0, "quick:4"),
+    ("bert_tiny", 35, 5.0, "quick:2"),
+    ("moe_tiny", 14, 28.0, "quick:2"),
+    ("wide_resnet_tiny", 55, 32.0, "quick:2"),
+    ("gpt_tiny", 18, 55.0, "quick:4"),
+    ("bert_tiny", 14, 62.0, "quick:2"),
 )
 # What changes are thought to cost before any was measured.
 RESTART_S, RESIZE_S = 12.0, 3.0
@@ -160,6 +160,9 @@ def play(state: Path, cluster: Path, policy: str) -> dict[str, Any]:
     store = Store(state / "state.sqlite")
     events = [event for event in store.events(last=100_000) if event["job"] in ids and event["kind"] in KINDS]
     page = _page(store, state, cluster, policy)
+    for event in events:  # so that a run that is broken off has told what it can
+        what = f"{event.get('from') or ''} -> {event.get('to') or ''} {event.get('how', '')}"
+        print(f"{policy} {event['time'] - began_at:5.1f} s {event['job']} {event['kind']} {what}", file=sys.stderr)
     return {
         "policy": policy,
         "jobs": jobs,
