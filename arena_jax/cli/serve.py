@@ -51,10 +51,25 @@ DEFAULT_PORT = 8642
     metavar="SECONDS",
     help="The same, for a change inside a process.",
 )
+@click.option(
+    "--hang-s",
+    type=click.FloatRange(min=1),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="A training that says nothing for so long is killed.",
+)
 @state_option
 @console.json_option
 def command(
-    cluster_file: Path, policy: str, port: int, restart_s: float, resize_s: float, state: Path | None, as_json: bool
+    cluster_file: Path,
+    policy: str,
+    port: int,
+    restart_s: float,
+    resize_s: float,
+    hang_s: float,
+    state: Path | None,
+    as_json: bool,
 ) -> None:
     """Serve a queue of jobs on a cluster until Ctrl-C.
 
@@ -78,7 +93,7 @@ def command(
         cluster=cluster,
         queues=Queues.from_tables(tables.get("queues", {}), source=str(cluster_file)),
         policy=policy,
-        rules=Rules(change_cost_s=restart_s, resize_cost_s=resize_s),
+        rules=Rules(change_cost_s=restart_s, resize_cost_s=resize_s, hang_s=hang_s),
         port=None if port < 0 else port,
         label=nominal_label(cluster),
     )

@@ -61,7 +61,7 @@ class Rules:
 
     stop_grace_s: float = 120.0
     start_grace_s: float = 900.0
-    hang_s: float = 120.0
+    hang_s: float = 300.0
     change_grace_s: float = 300.0
     back_off_s: float = 5.0
     most_crashes: int = 4

@@ -134,7 +134,8 @@ def test_usage_errors_are_not_tried_again(bench):
     assert len(bench.executor.launches) == 1
 
 
-def test_a_hanging_job_is_killed_and_resumes_from_its_checkpoint(bench):
+def test_a_hanging_job_is_killed_and_resumes_from_its_checkpoint(tmp_path):
+    bench = Bench(tmp_path, rules=Rules(hang_s=120, change_cost_s=4.0))
     job = bench.submit(recipe(steps=2000))
     bench.run(20)
     bench.executor.runs[job.number].hangs = True
