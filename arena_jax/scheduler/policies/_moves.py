@@ -44,6 +44,9 @@ class Moves:
         self.free = free.astype(np.int64).copy()
         self.settled = settled
         self._rows = np.arange(num_jobs)
+        self._gain = self._promising = np.empty(0)
+        self._weighed: tuple[np.ndarray, float] | None = None
+        self._changed: set[int] = set()
         self._givers = Givers(self.value, self.column, self.types, self.devices, settled)
 
     @property
@@ -53,12 +56,9 @@ class Moves:
 
     def propose(self, prices: np.ndarray, most: int, slack: float) -> bool:
         """Try the ``most`` moves of largest gain net of prices; ``slack`` admits some that look slightly bad."""
-        rent = np.append(prices[self.types[:-1]] * self.devices[:-1], 0.0)
-        now = self.value[self._rows, self.column]
-        gain = self._offered - rent[:-1]
-        gain -= (now - rent[self.column])[:, None]
-        flat = gain.ravel()
-        candidates = np.flatnonzero((gain > -slack) & (self._offered > (now + _EPS)[:, None]))
+        self._weigh(prices, slack)
+        flat = self._gain.ravel()
+        candidates = np.flatnonzero(self._promising)
         if len(candidates) > most:
             candidates = candidates[np.argpartition(-flat[candidates], most)[:most]]
         candidates = candidates[np.argsort(-flat[candidates], kind="stable")]
@@ -79,6 +79,23 @@ class Moves:
             else:
                 failed.setdefault(k, []).append((short, worth))
         return bool(moved)
+
+    def _weigh(self, prices: np.ndarray, slack: float) -> None:
+        """Bring gains net of ``prices`` up to date: of all jobs, or of those that changed since the same was asked."""
+        if self._weighed is None or self._weighed[0] is not prices or self._weighed[1] != slack:
+            jobs: np.ndarray | slice = slice(None)
+            self._gain, self._promising = np.empty_like(self._offered), np.empty(self._offered.shape, dtype=bool)
+        else:
+            jobs = np.fromiter(self._changed, dtype=np.int64)
+        rent = np.append(prices[self.types[:-1]] * self.devices[:-1], 0.0)
+        offered, held = self._offered[jobs], self.column[jobs]
+        now = self.value[self._rows[jobs], held]
+        gain = offered - rent[:-1]
+        gain -= (now - rent[held])[:, None]
+        self._gain[jobs] = gain
+        self._promising[jobs] = (gain > -slack) & (offered > (now + _EPS)[:, None])
+        self._weighed = (prices, slack)
+        self._changed.clear()
 
     def fill(self, most: int = 64) -> bool:
         """Use free devices: largest gain in value first."""
@@ -122,6 +139,7 @@ class Moves:
             self.free[self.types[column]] -= self.devices[column]
         self.column[job] = column
         self._givers.moved(job)
+        self._changed.add(job)
 
     def _move(self, job: int, column: int) -> bool:
         gain = self.value[job, column] - self.value[job, self.column[job]]
