@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from arena_jax import __version__
+from arena_jax.errors import UsageError
 from arena_jax.grid import Allocation
 from arena_jax.scheduler import Cluster
 from arena_jax.service.estimates import index_from_json
@@ -42,10 +43,15 @@ class LocalIndexer:
 
     def key(self, job: Job) -> str:
         spec = job.spec
-        if spec.kind == "closure":
-            content: Any = hashlib.blake2b(Path(spec.recipe).read_bytes(), digest_size=16).hexdigest()
-        else:
-            content = {k: v for k, v in yaml.safe_load(spec.recipe).items() if k not in _IDLE_KEYS}
+        try:
+            if spec.kind == "closure":
+                content: Any = hashlib.blake2b(Path(spec.recipe).read_bytes(), digest_size=16).hexdigest()
+            else:
+                content = {k: v for k, v in yaml.safe_load(spec.recipe).items() if k not in _IDLE_KEYS}
+        except OSError as error:
+            raise UsageError(f"cannot read {spec.recipe!r}: {error.strerror}") from error
+        except (yaml.YAMLError, AttributeError, ValueError) as error:
+            raise UsageError("its recipe is no mapping in YAML") from error
         parts = [content, self._cluster, __version__, spec.min_devices, spec.max_devices, sorted(spec.types)]
         text = json.dumps(parts, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

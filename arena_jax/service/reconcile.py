@@ -228,6 +228,10 @@ class Reconciler:
                 self._end(job, Phase.FAILED, error.message, now, events)
                 changed.append(job)
                 continue
+            except Exception as error:  # a job that trips the indexer up must not hold up the others
+                self._end(job, Phase.FAILED, f"planning failed: {type(error).__name__}: {error}", now, events)
+                changed.append(job)
+                continue
             if done:
                 job.phase, job.reason = Phase.QUEUED, ""
                 self._trigger.append(f"arrival of {job.id}")

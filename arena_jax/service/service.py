@@ -4,6 +4,7 @@ import fcntl
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -101,9 +102,11 @@ class Service:
             if self._failed:
                 self.loop = self._reconciler()
             self.loop.tick()
-        except (ArenaError, AssertionError, ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
+        except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if text != self._failed:
+                if not isinstance(error, ArenaError):  # a bug of ours; jobs go on, and the log says where it is
+                    self._note(traceback.format_exc())
                 self._note(f"nothing is done until this is over: {text}")
             self._failed = text
             return

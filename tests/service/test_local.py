@@ -159,3 +159,10 @@ def test_indexes_are_filed_by_what_changes_plans(tmp_path):
     assert key("steps: 9\nglobal_batch: 8\nmodel: {name: gpt}\nseed: 4") == base
     assert key("model: {name: gpt}\nglobal_batch: 16\nsteps: 5") != base
     assert key("model: {name: gpt}\nglobal_batch: 8\nsteps: 5", max_devices=2) != base
+
+
+@pytest.mark.parametrize(("kind", "text"), [("recipe", "x: ["), ("recipe", "- 1"), ("closure", "/nowhere.pkl")])
+def test_a_recipe_that_is_none_is_refused(tmp_path, kind, text):
+    spec = Submission(kind=kind, name="x", recipe=text)
+    with pytest.raises(UsageError):
+        LocalIndexer(tmp_path, CLUSTER, TABLES).key(Job(number=1, id="x-1", spec=spec, submitted_at=1.0))

@@ -261,3 +261,17 @@ def test_the_curves_of_a_long_job_are_thinned(bench):
     steps = [step for step, *_ in bench.store.points(job.number)]
     assert steps
     assert all(step % 10 == 0 for step in steps)
+
+
+def test_a_job_that_trips_the_indexer_up_fails_alone(bench, monkeypatch):
+    def key(job):
+        if job.spec.name == "bad":
+            raise ZeroDivisionError("by zero")
+        return job.spec.name
+
+    monkeypatch.setattr(bench.loop.indexer, "key", key)
+    bad, good = bench.submit(recipe("bad")), bench.submit(recipe("good"))
+    bench.run(8)
+    assert bench.job(bad).phase is Phase.FAILED
+    assert "ZeroDivisionError: by zero" in bench.job(bad).reason
+    assert bench.job(good).phase is Phase.RUNNING
