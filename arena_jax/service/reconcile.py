@@ -178,10 +178,10 @@ class Reconciler:
     # Requests.
 
     def _take(self, now: float) -> None:
+        wishes = self.store.wishes()  # before the jobs: a job may be submitted and cancelled at once
         for job in self.store.jobs_after(self._last):
             self.jobs[job.number] = job
             self._last = job.number
-        wishes = self.store.wishes()
         if not wishes:
             return
         changed: dict[int, Job] = {}
