@@ -18,23 +18,14 @@ from arena_jax.scheduler import Cluster, Policy, RestartCosts
 from arena_jax.scheduler.costs import CAUSES
 from arena_jax.service.decisions import Decided, Decider, lost_places
 from arena_jax.service.devices import Ledger
-from arena_jax.service.estimates import (
-    Index,
-    IndexedStep,
-    candidate_allocations,
-    corrected,
-    index_from_json,
-    index_to_json,
-)
-from arena_jax.service.executor import Executor, Heartbeat, LaunchError, Orders
+from arena_jax.service.executor import Executor, Heartbeat, LaunchError
 from arena_jax.service.indexing import Indexer
 from arena_jax.service.job import ENDED, LIVE, Held, Job, Phase, Place
+from arena_jax.service.job_indexes import JobIndexes
 from arena_jax.service.queues import Queues, Usage, worth_of
 from arena_jax.service.store import Point, StateError, Store
 
 Event = tuple[float, str, str, Mapping[str, Any]]
-# A measured step time that moves an estimate by more than this is worth another decision.
-_SURPRISE = 0.1
 # With thousands of jobs a decision takes a while; so many times as long is left between two, for requests.
 _MOST_DECIDING = 4.0
 # Of a job's curves, so many points are kept at most.
@@ -108,8 +99,7 @@ class Reconciler:
             policy.set_state(kept["state"])
         self.jobs: dict[int, Job] = {job.number: job for job in store.jobs_after(0)}
         self._last = max(self.jobs, default=0)
-        self._indexes: dict[str, Index] = {}
-        self._measured: dict[str, dict[Allocation, float]] = {}
+        self.indexes = JobIndexes(store, cluster, indexer)
         self._usage = Usage()
         self._worth = worth_of(cluster)
         self._trigger: list[str] = ["service start"] if self.jobs else []
@@ -123,7 +113,7 @@ class Reconciler:
         for job in self.jobs.values():
             self._check_held(job)
             if job.plan_key:
-                self._load_index(job.plan_key)
+                self.indexes.load(job.plan_key)
 
     def _check_held(self, job: Job) -> None:
         """The cluster file may have changed since the last time: what runs must still be in it."""
@@ -221,7 +211,7 @@ class Reconciler:
         events: list[Event] = []
         for job in [job for job in self.jobs.values() if job.phase is Phase.PLANNING]:
             try:
-                done = self._look(job)
+                done = self.indexes.look(job)
             except StateError:
                 raise
             except ArenaError as error:
@@ -235,70 +225,12 @@ class Reconciler:
             if done:
                 job.phase, job.reason = Phase.QUEUED, ""
                 self._trigger.append(f"arrival of {job.id}")
-                events.append((now, job.id, "planned", {"allocations": len(self._indexes[job.plan_key])}))
+                events.append((now, job.id, "planned", {"allocations": len(self.indexes.of[job.plan_key])}))
             if done or job.reason != self._said.get(job.number, ""):
                 self._said[job.number] = job.reason
                 changed.append(job)
         if changed:
             self._save(changed, events)
-
-    def _look(self, job: Job) -> bool:
-        """Whether the job's index is there; raises :class:`ArenaError` where there will be none."""
-        spec = job.spec
-        if spec.rigid:
-            allocation = Allocation.parse(spec.on, self.cluster.catalogue)
-            job.plan_key = f"command {allocation} {spec.expected_s:g}"
-            self._indexes[job.plan_key] = {allocation: IndexedStep(step_time_s=spec.expected_s)}
-            self.store.put_index(job.plan_key, index_to_json(self._indexes[job.plan_key]))
-        else:
-            key = job.plan_key or self.indexer.key(job)
-            if not self._load_index(key):
-                allocations = candidate_allocations(
-                    self.cluster, least=spec.min_devices, most=spec.max_devices, types=spec.types
-                )
-                found = self.indexer.look(job, allocations)
-                job.reason = found.said
-                if found.error:
-                    raise ArenaError(found.error)
-                if found.index is None:
-                    return False
-                self._indexes[key] = dict(found.index)
-                self._measured.setdefault(key, {})
-                self.store.put_index(key, index_to_json(found.index))
-            job.plan_key = key
-        if not self._indexes[job.plan_key]:
-            raise ArenaError("no allocation of the cluster has a plan for it")
-        return True
-
-    def _load_index(self, key: str) -> bool:
-        if key not in self._indexes:
-            kept = self.store.index(key)
-            if kept is None:
-                return False
-            self._indexes[key] = index_from_json(kept)
-            measured = self.store.measured(key)
-            self._measured[key] = {Allocation.parse(text, None): value for text, value in measured.items()}
-        return True
-
-    def step_times(self, key: str) -> dict[Allocation, float]:
-        """What policies are told of a job: estimates, corrected by measurements."""
-        return corrected(self._indexes[key], self._measured.get(key, {}))
-
-    def _learn(self, job: Job) -> None:
-        """Keep the step time of a job that runs steadily on what it holds."""
-        if job.held is None or job.step_time_s is None or job.told or not job.settled or job.spec.rigid:
-            return
-        known = self._measured.setdefault(job.plan_key, {})
-        allocation = job.held.allocation
-        if allocation not in self._indexes[job.plan_key]:
-            return
-        before = self.step_times(job.plan_key)[allocation]
-        if abs(job.step_time_s / before - 1) > _SURPRISE:
-            self._trigger.append(f"step time of {job.id}")
-        elif allocation in known:
-            return
-        known[allocation] = job.step_time_s
-        self.store.put_measured(job.plan_key, str(allocation), job.step_time_s)
 
     # Observation.
 
@@ -342,8 +274,8 @@ class Reconciler:
         if job.phase is Phase.RUNNING:
             if job.told:
                 self._told(job, beat, now, events)
-            elif beat.progress is not None:
-                self._learn(job)
+            elif beat.progress is not None and self.indexes.learn(job):
+                self._trigger.append(f"step time of {job.id}")
         self._check_hang(job, now, events)
 
     def _told(self, job: Job, beat: Heartbeat, now: float, events: list[Event]) -> None:
@@ -479,7 +411,7 @@ class Reconciler:
             changed[job.number] = job
         active = [job for job in planned if not job.cancelled]
         factors = self._usage.factors(self.queues, {job.spec.queue for job in active})
-        times = {key: self.step_times(key) for key in {job.plan_key for job in active}}
+        times = {key: self.indexes.step_times(key) for key in {job.plan_key for job in active}}
         decided = self._decider.decide(active, times, now, self._costs, factors)
         for change in decided.changes:
             job = change.job
@@ -552,7 +484,7 @@ class Reconciler:
             self.executor.stop(job)
             return
         if job.told:
-            self.executor.tell(job, self._orders(job))  # again and again: it may not have heard
+            self.executor.tell(job, self.indexes.orders(job))  # again and again: it may not have heard
             return
         if want.allocation == Allocation.parse(job.ran_on, None) and set(want.nodes) == set(held.nodes):
             return
@@ -575,7 +507,7 @@ class Reconciler:
             job.held = grown
         job.told, job.told_at = str(want.allocation), now
         self._save([job])
-        self.executor.tell(job, self._orders(job))
+        self.executor.tell(job, self.indexes.orders(job))
 
     def _begin_stop(self, job: Job, why: str, now: float) -> None:
         job.phase, job.reason, job.stop_at, job.told = Phase.STOPPING, why, now, ""
@@ -589,7 +521,7 @@ class Reconciler:
         job.ran_on, job.paused = str(held.allocation), False
         self._save([job], [(now, job.id, kind, event | {"how": "a new process"})])
         try:
-            self.executor.launch(job, self._orders(job))
+            self.executor.launch(job, self.indexes.orders(job))
         except LaunchError as error:
             beat = self.executor.heartbeat(job)
             if beat.alive:  # an earlier process of it is there: it holds the devices, and is waited for
@@ -613,19 +545,6 @@ class Reconciler:
             return "migrate"
         return "grow" if held.allocation.num_devices > before.num_devices else "shrink"
 
-    def _orders(self, job: Job) -> Orders:
-        """How the job is to run where it is held or told to go."""
-        assert job.held is not None
-        index = self._indexes[job.plan_key]
-        allocation = Allocation.parse(job.told, None) if job.told else job.held.allocation
-        of_type = {a: step for a, step in index.items() if a.device_type == allocation.device_type}
-        paced = self.cluster.catalogue[allocation.device_type].threads is not None and not job.spec.rigid
-        return Orders(
-            num_stages=index[allocation].num_stages if allocation in index else 1,
-            pace_s={a.num_devices: step.step_time_s for a, step in of_type.items()} if paced else {},
-            most_devices=max([a.num_devices for a in of_type], default=allocation.num_devices),
-        )
-
     # Keeping.
 
     def _save(
@@ -643,10 +562,7 @@ class Reconciler:
         for number in [number for number, job in self.jobs.items() if job.phase in ENDED]:
             del self.jobs[number]
             self._said.pop(number, None)
-        keys = {job.plan_key for job in self.jobs.values()}
-        for key in [key for key in self._indexes if key not in keys]:
-            del self._indexes[key]
-            self._measured.pop(key, None)
+        self.indexes.keep({job.plan_key for job in self.jobs.values()})
 
 
 def left_after(held: Held, target: Allocation, desired: Place | None) -> Held:

@@ -206,10 +206,11 @@ def test_measured_times_correct_the_estimates(bench):
     job = bench.submit(recipe(steps=5000))
     bench.loop.tick()
     key = bench.job(job).plan_key
-    before = bench.loop.step_times(key)
-    bench.loop._indexes[key] = {a: type(s)(step_time_s=s.step_time_s / 2) for a, s in bench.loop._indexes[key].items()}
+    before = bench.loop.indexes.step_times(key)
+    index = bench.loop.indexes.of
+    index[key] = {a: type(s)(step_time_s=s.step_time_s / 2) for a, s in index[key].items()}
     bench.run(20)
-    after = bench.loop.step_times(key)
+    after = bench.loop.indexes.step_times(key)
     held = bench.job(job).held.allocation
     assert after[held] == pytest.approx(before[held])
     for allocation, seconds in after.items():  # its type learns, the other does not
