@@ -200,3 +200,27 @@ ENTRY %main (p: bf16[64,32], q: bf16[32,16]) -> bf16[64,16] {
 }
 """
     assert collectives(text)[0].beside_flops == 2 * 64 * 16 * 32
+
+
+def test_a_loop_without_a_known_count_counts_as_its_condition_says() -> None:
+    """So the TPU compiler prints loops, and collectives that start with their operands beside them."""
+    text = CUDA.replace(', backend_config={"known_trip_count":{"n":"5"}}', "").replace(
+        "  ROOT %lt = pred[] constant(true)\n",
+        "  %limit = s32[]{:T(128)} constant(7)\n  %i.1 = s32[] get-tuple-element(%param.1), index=0\n"
+        "  ROOT %lt = pred[] compare(%i.1, %limit), direction=LT\n",
+    )
+    (looped,) = (c for c in collectives(text) if c.stride == 1 and c.kind == "all_reduce")
+    assert looped.count == 7
+
+
+def test_a_scatter_that_starts_with_its_operand_counts_that_once() -> None:
+    text = """\
+HloModule m, is_scheduled=true
+
+ENTRY %main (p: f32[1024]) -> f32[256] {
+  %p = f32[1024]{0} parameter(0)
+  %start = (f32[1024]{0}, f32[256]{0}) reduce-scatter-start(%p), replica_groups=[1,4]<=[4], dimensions={0}, to_apply=%add
+  ROOT %done = f32[256]{0} reduce-scatter-done(%start)
+}
+"""
+    assert collectives(text) == (Collective(kind="reduce_scatter", num_bytes=4096, size=4, stride=1),)

@@ -16,6 +16,8 @@ from arena_jax.compiler import _compat
 from arena_jax.compiler.dims import Rule, rule_of
 from arena_jax.compiler.flops import array_bytes
 from arena_jax.compiler.graph import Graph
+from arena_jax.compiler.problem import PARAMS
+from arena_jax.compiler.residuals import kept_shares
 from arena_jax.compiler.rules.rule import Dims
 
 ARGUMENTS = frozenset({"argmax", "argmin"})
@@ -47,6 +49,8 @@ class Op:
         again: whether the backward pass runs it once more (a rematerialised block).
         can_constrain: whether the emitter can constrain its values.
         signature: equal for operations that do the same to arrays of the same shapes.
+        kept: of each result, bytes kept for the backward pass per byte of it; others may read it otherwise, so
+            that operations of one signature differ in this.
     """
 
     name: str
@@ -60,6 +64,7 @@ class Op:
     again: bool
     can_constrain: bool
     signature: int
+    kept: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -231,7 +236,11 @@ def flatten(graph: Graph) -> Flat:
         flattener.run(node.key, node.eqn, env, _Place("", index))
     leaves = {unit.leaf: env[var] for var, unit in graph.units.items()}
     batch = {i: env[var] for i, var in enumerate(trace.batch_vars)}
-    return Flat(flattener.ops, leaves, batch, flattener.num_values)
+    trainable = [value.number for leaf, value in leaves.items() if trace.leaves[leaf].kind == PARAMS]
+    made = {result.number for op in flattener.ops for result in op.results}
+    shares = kept_shares(flattener.ops, trainable, set(range(flattener.num_values)) - made)
+    ops = [replace(op, kept=tuple(shares.get(v.number, 0.0) for v in op.results)) for op in flattener.ops]
+    return Flat(ops, leaves, batch, flattener.num_values)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ _OPCODE = re.compile(r"\s*(?P<opcode>[\w\-]+)\(")
 _ARRAY = re.compile(r"\b(?P<dtype>[a-z]+\d*\w*)\[(?P<dims>[\d,]*)\]")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 _CALLS = re.compile(r"\b(?:calls|body|to_apply|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -35,7 +36,7 @@ _KINDS = {
     "collective-broadcast": "all_gather",
 }
 # Starts of these carry their operands beside their results.
-_CARRIES_OPERANDS = ("all-gather", "collective-permute")
+_CARRIES_OPERANDS = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 # What costs nothing of its own.
 _FREE = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional"})
 
@@ -111,11 +112,6 @@ class _Instruction:
         return tuple(names)
 
     @property
-    def trips(self) -> float:
-        match = _TRIPS.search(self.rest) if self.opcode == "while" else None
-        return float(match[1]) if match else 1.0
-
-    @property
     def is_start(self) -> bool:
         return self.opcode.endswith("-start")
 
@@ -163,7 +159,20 @@ class _Module:
                 yield replace(collective, count=times, beside_flops=flops, beside_bytes=num_bytes)
                 continue
             for called in instruction.called:
-                yield from self.walk(called, times * instruction.trips)
+                yield from self.walk(called, times * self._trips(instruction))
+
+    def _trips(self, instruction: _Instruction) -> float:
+        """How often a loop goes round: as XLA says, or as it compares its counter with one number."""
+        if instruction.opcode != "while":
+            return 1.0
+        known = _TRIPS.search(instruction.rest)
+        if known:
+            return float(known[1])
+        condition = _CONDITION.search(instruction.rest)
+        compared = self.computations.get(condition[1], ()) if condition else ()
+        limits = [i.rest.partition(")")[0] for i in compared if i.opcode == "constant" and i.shape.startswith("s32[]")]
+        counts = any("direction=LT" in i.rest for i in compared)
+        return float(limits[0]) if counts and len(limits) == 1 and limits[0].isdigit() else 1.0
 
     def _collective(self, instruction: _Instruction) -> Collective | None:
         """The collective that an instruction starts or is."""
@@ -211,7 +220,8 @@ class _Module:
             flops = num_bytes = 0.0
             for name in instruction.called:
                 inside = self._work_inside(name)
-                flops, num_bytes = flops + inside[0] * instruction.trips, num_bytes + inside[1] * instruction.trips
+                trips = self._trips(instruction)
+                flops, num_bytes = flops + inside[0] * trips, num_bytes + inside[1] * trips
             return flops, num_bytes
         if instruction.opcode in _FREE or instruction.is_start or instruction.is_done:
             return 0.0, 0.0

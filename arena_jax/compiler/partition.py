@@ -8,15 +8,13 @@ import numpy as np
 from arena_jax.compiler import work as w
 from arena_jax.compiler.dims import CUMULATIVE, ELEMENTWISE, REDUCTIONS, Rule
 from arena_jax.compiler.flat import ARGUMENTS, CARRY, RESTACK, UNSTACK, Op, Value
-from arena_jax.compiler.flops import HEAVY, eqn_flops
+from arena_jax.compiler.flops import eqn_flops
 from arena_jax.compiler.layout import NAMES, Layout, MeshShape
 from arena_jax.compiler.rules.rule import Dims
 
 Assignment = tuple[tuple[int, int], ...]
 """``(axis, factor)`` pairs: the factor that each mesh axis shards."""
 
-# Results that the backward pass needs; the rest is recomputed by fusions or not read again.
-_SAVED = HEAVY | {"exp", "tanh", "logistic", "mul", "div", "rsqrt", "integer_pow", "max", "select_n", "erf"}
 # Computed inside whatever reads them, or no work at all.
 _FREE = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dims", "stop_gradient", "name"}) | {
     CARRY,
@@ -74,7 +72,8 @@ def partition(
     rule = op.rule
     work = w.empty()
     if rule is None:
-        _count(op, 1.0, sum(v.num_bytes for v in op.results), work, any(needs_gradient))
+        _count(op, 1.0, sum(v.num_bytes for v in op.results), work)
+        work[w.SAVED] += sum(v.num_bytes * kept for v, kept in zip(op.results, op.kept, strict=False))
         whole = [tuple(0 for _ in v.shape) if v is not None else () for v in op.operands]
         return Partitioned(tuple(whole), tuple(tuple(0 for _ in v.shape) for v in op.results), work)
     axes_of: dict[int, int] = {}
@@ -101,7 +100,9 @@ def partition(
                 continue
             phase = w.GRADIENT if parameter else w.BACKWARD
             w.add_collective(work, NAMES[axis], "all_reduce", phase, value.num_bytes * mesh.share(layout))
-    _count(op, share, local, work, any(needs_gradient))
+    _count(op, share, local, work)
+    for value, layout, kept in zip(op.results, results, op.kept, strict=False):
+        work[w.SAVED] += value.num_bytes * mesh.share(layout) * kept
     return Partitioned(operands, results, work)
 
 
@@ -116,7 +117,7 @@ def _layout(dims: Dims, value: Value | None, axes_of: dict[int, int], mesh: Mesh
     return tuple(layout)
 
 
-def _count(op: Op, share: float, local_bytes: float, work: w.Floats, differentiated: bool) -> None:
+def _count(op: Op, share: float, local_bytes: float, work: w.Floats) -> None:
     times = _AGAIN if op.again else 1.0
     if op.name in _FREE:
         return
@@ -126,8 +127,6 @@ def _count(op: Op, share: float, local_bytes: float, work: w.Floats, differentia
         work[w.flops_at(dtype)] += times * eqn_flops(op.eqn) * share
     # XLA fuses chains of elementwise operations: about one write in three reaches memory.
     work[w.MOVED] += times * local_bytes / (3 if op.name in ELEMENTWISE else 1)
-    if differentiated and op.name in _SAVED and not op.again:
-        work[w.SAVED] += local_bytes
 
 
 def stacked_work(parts: Sequence[Partitioned], times: float) -> w.Floats:

@@ -231,7 +231,7 @@ class TiedSpace:
             assert led is not None
             assert op.rule is not None
             assignment = follow(op.rule, step.leader, led.layouts[choice], mesh)
-        key = op.signature, assignment, step.needs_gradient, step.is_parameter
+        key = op.signature, op.kept, assignment, step.needs_gradient, step.is_parameter
         if key not in self._parts:
             self._parts[key] = partition(op, assignment, mesh, step.needs_gradient, step.is_parameter)
         return self._parts[key]

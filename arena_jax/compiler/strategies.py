@@ -300,7 +300,7 @@ class _Builder:
     def _follow_all(
         self, op: Op, leader: int, layouts: Layouts, grads: tuple[bool, ...], params: tuple[bool, ...]
     ) -> tuple[tuple[Partitioned, ...], w.Floats]:
-        key = op.signature, leader, layouts, grads, params
+        key = op.signature, op.kept, leader, layouts, grads, params
         if key not in self._followed:
             rule = op.rule
             assert rule is not None
@@ -313,7 +313,7 @@ class _Builder:
     def _partition(
         self, op: Op, assignment: Assignment, grads: tuple[bool, ...], params: tuple[bool, ...]
     ) -> Partitioned:
-        key = op.signature, assignment, grads, params
+        key = op.signature, op.kept, assignment, grads, params
         if key not in self._partitioned:
             self._partitioned[key] = partition(op, assignment, self._mesh, grads, params)
         return self._partitioned[key]

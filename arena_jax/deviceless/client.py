@@ -155,6 +155,7 @@ def _environment() -> dict[str, str]:
     return {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask for a TPU
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no worker opens one
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
     }

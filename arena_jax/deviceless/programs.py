@@ -31,6 +31,7 @@ _OPTIONS: Mapping[str, dict[str, Any]] = {
 }
 _REFUSED = ("RESOURCE_EXHAUSTED", "Ran out of memory")
 _EXCEEDED = re.compile(r"[Ee]xceeded \w+ capacity by ([\d.]+)([KMGT]?)")
+_REQUIRED = re.compile(r"required.*?\(([\d.]+)([KMGT]?)\) exceeds available \w+ \(([\d.]+)([KMGT]?)\)")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -169,8 +170,11 @@ def _compile(lowered: Any, options: Mapping[str, Any]) -> Compiled:
 
 def _exceeded(message: str) -> int:
     """Bytes by which a program is too large, as the TPU compiler says; at least 1 where it is not said."""
-    match = _EXCEEDED.search(message)
-    return max(1, math.ceil(float(match[1]) * _UNITS[match[2]])) if match else 1
+    by = _EXCEEDED.search(message)
+    if by:
+        return max(1, math.ceil(float(by[1]) * _UNITS[by[2]]))
+    of = _REQUIRED.search(message)
+    return max(1, math.ceil(float(of[1]) * _UNITS[of[2]] - float(of[3]) * _UNITS[of[4]])) if of else 1
 
 
 def _specs(shardings: Any) -> tuple[tuple[Any, ...], ...] | None:
