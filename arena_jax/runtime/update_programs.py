@@ -144,7 +144,7 @@ class UpdateRunner:
                     tied.add(key)
         return {
             key: compile(
-                f"add gradient {key[1]}",
+                f"stage {key[2].stage} add",
                 jax.jit(jnp.add, donate_argnums=0, out_shardings=struct.sharding).lower(struct, struct),
             )
             for key, struct in owned.items()
