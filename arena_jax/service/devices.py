@@ -55,7 +55,8 @@ class Ledger:
         chosen = []
         for node in sorted(place.nodes):
             kept = mine.get(node, ())[:per_node]
-            free = sorted(self._free[place.allocation.device_type, node])[: per_node - len(kept)]
+            others = self._free[place.allocation.device_type, node].difference(kept)
+            free = sorted(others)[: per_node - len(kept)]
             if len(kept) + len(free) < per_node:
                 return None
             chosen.append((node, (*kept, *free)))

@@ -13,7 +13,7 @@ from arena_jax.service.job import ENDED, LIVE, Phase, Submission
 from arena_jax.service.reconcile import Rules
 from tests.service.stub import CLUSTER, Bench, recipe
 
-GRIDS = ["auto", "pause", "quick:1", "quick:4", "quick:2x4", "slow:2", "slow:4", "slow:2x4"]
+GRIDS = ["auto", "auto", "pause", "quick:1", "quick:2", "quick:4", "quick:2x4", "slow:2", "slow:4", "slow:2x4"]
 NODES = ["quick/0", "quick/1", "slow/0", "slow/1"]
 
 
@@ -107,6 +107,7 @@ class Service(RuleBasedStateMachine):
         for job in jobs.values():
             for node, numbers in job.held.devices if job.held is not None else ():
                 mine = {(job.held.allocation.device_type, node, number) for number in numbers}
+                assert len(mine) == len(numbers), "a device is counted twice"
                 assert not held & mine, "a device is given twice"
                 assert max(numbers) < 4
                 held |= mine
