@@ -72,8 +72,9 @@ TASKS = {
 class Driver:
     """Asks for one grid after the other, each a number of steps after the change before it."""
 
-    def __init__(self, grids: Sequence[str], settle: int) -> None:
+    def __init__(self, grids: Sequence[str], settle: int, limit_s: float) -> None:
         self._grids = list(grids)
+        self._until_s = time.monotonic() + limit_s
         self._settle = settle
         self._since: int | None = 0
         self._done = False
@@ -81,6 +82,8 @@ class Driver:
     def poll(self, step: int) -> Any:
         from arena_jax.grid import GridShape, Request, Stop
 
+        if time.monotonic() > self._until_s:
+            return Request(target=Stop())
         if self._since is None or step - self._since < self._settle:
             return None
         self._since = None
@@ -100,8 +103,9 @@ class Driver:
             self._since = event["step"]
 
 
-def measure(name: str) -> dict[str, Any]:
-    """All changes of one task, in this process."""
+def measure(name: str, limit_s: float) -> dict[str, Any]:
+    """All changes of one task, or those that fit in so many seconds, in this process."""
+    began_s = time.monotonic()
     import jax
 
     from arena_jax.cli.train import make_planner, start_jax
@@ -122,7 +126,7 @@ def measure(name: str) -> dict[str, Any]:
     start = GridShape.parse(task.start)
     compiled = planner.compile(choose(planner.search(start), start))
     planner.settle(compiled.program.plan.num_microbatches)
-    driver = Driver([*task.unprepared, *task.prepared], task.settle)
+    driver = Driver([*task.unprepared, *task.prepared], task.settle, limit_s - (time.monotonic() - began_s))
     events: list[dict[str, Any]] = []
     trainer = Trainer(
         compiled=compiled,
@@ -166,12 +170,14 @@ def read(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     requests = [e for e in events if e["kind"] == "request"]
     rows = []
     ends = [swap["step"] for swap in swaps[1:]] + [max(steps)]
-    for swap, request, end in zip(swaps, requests, ends, strict=True):
+    for swap, request, end in zip(swaps, requests[: len(swaps)], ends, strict=True):
         asked, at = request["step"], swap["step"]
         # The step in flight at the request belongs to neither side.
         before = [steps[s] for s in range(max(1, asked - 10), asked - 1) if s in steps]
         during = [steps[s] for s in range(asked + 1, at + 1)]
         after = [steps[s] for s in range(at + 2, min(end, at + 12)) if s in steps]
+        if not before or not after:
+            continue
         normal, usual = statistics.median(before), statistics.median(after)
         rows.append(
             {
@@ -259,10 +265,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--recipe", choices=sorted(TASKS), help="only this one; the others' results stay")
     parser.add_argument("--measure", choices=sorted(TASKS), help=argparse.SUPPRESS)
     parser.add_argument("--no-restart", action="store_true", help="leave out checkpoint and restart")
+    parser.add_argument("--limit", type=float, default=1e6, help="seconds after which a recipe changes no more")
     parser.add_argument("--resize", metavar="ALLOCATION", help="only planning and compiling at a resize to it")
     options = parser.parse_args(argv)
     if options.measure:
-        print(json.dumps(measure(options.measure)))
+        print(json.dumps(measure(options.measure, options.limit)))
         return 0
     results = _earlier()
     if options.resize or not options.recipe:
@@ -273,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             environment = os.environ | {"ARENA_JAX_HOME": home, "JAX_PLATFORMS": "cpu"}
             environment.pop("JAX_COMPILATION_CACHE_DIR", None)
             done = subprocess.run(
-                [sys.executable, "-m", "benchmarks.hot_swap", "--measure", name],
+                [sys.executable, "-m", "benchmarks.hot_swap", "--measure", name, "--limit", str(options.limit)],
                 env=environment,
                 stdout=subprocess.PIPE,
                 text=True,
