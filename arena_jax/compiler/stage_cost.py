@@ -275,11 +275,22 @@ class MeshCost:
         """Whether gradients are reduced over dp once a step, since shards of rows sum their own (``row_shards.py``)."""
         return self.row_shards and option.zero < 2 and not self.work.spread_bytes.any()
 
+    @property
+    def summed_bytes(self) -> Floats:
+        """Per layer, bytes of the sums of gradients: each parameter's once, in the dtype that they add up in."""
+        return self.work.parameter_bytes * self.accumulator_ratio
+
+    @cached_property
+    def _sums_s(self) -> Floats:
+        """Per layer, seconds to reduce the sums of gradients over dp; they are reduced together."""
+        seconds = self._links[DP].all_reduce_s
+        return np.asarray(seconds(self.summed_bytes)) - seconds(0.0)
+
     def _sync(self, option: Option) -> Floats:
         """Per layer, seconds of the collectives at the end of a step."""
         held, kept = self.work.parameter_bytes, self.work.kept_bytes
         gather_s = self._links[DP].all_gather_s
-        reduced = self._gradients_s[0] if self.reduces_late(option) else np.zeros_like(held)
+        reduced = self._sums_s if self.reduces_late(option) else np.zeros_like(held)
         if option.zero in (1, 2):  # updated shards are gathered again
             return reduced + np.asarray(gather_s(held))
         if option.zero == 3:
