@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -51,9 +51,15 @@ def allocation_of(device_type: str, num_devices: int) -> Allocation:
     return Allocation(device_type, num_devices // per_node, per_node)
 
 
+def sent_bytes(by_kind: Mapping[str, float]) -> float:
+    """Bytes that a device sends, up to (n - 1) / n: an all-reduce is a scatter and a gather of as many, and XLA
+    makes one of the other where it likes."""
+    return sum(num_bytes * (2 if kind == "all_reduce" else 1) for kind, num_bytes in by_kind.items())
+
+
 def built_bytes(compiled: CompiledPlan) -> list[float]:
-    """Bytes of a step's collectives, stage by stage."""
-    return [sum(moved_bytes(stage, compiled.plan.num_microbatches).values()) for stage in compiled.stages]
+    """Bytes that a step's collectives send, stage by stage."""
+    return [sent_bytes(moved_bytes(stage, compiled.plan.num_microbatches)) for stage in compiled.stages]
 
 
 def off(estimated: float, compiled: float) -> float:
@@ -64,7 +70,7 @@ def off(estimated: float, compiled: float) -> float:
 def facts_of(recipe: str, row: IndexRow, compiled: CompiledPlan, corrected: Corrected) -> dict[str, Any]:
     estimate = row.estimate
     assert estimate is not None
-    planned = [sum(stage.collective_bytes.values()) for stage in estimate.stages]
+    planned = [sent_bytes(stage.collective_bytes) for stage in estimate.stages]
     built = built_bytes(compiled)
     fresh = [program for program in compiled.programs if not program.known]
     return {

@@ -55,6 +55,22 @@ def test_what_a_device_holds_by_hand(problem: Problem, analysis: Analysis) -> No
             assert stage.memory[name] == pytest.approx(whole / (2 if name in names else 1), rel=2e-3, abs=8)
 
 
+def test_what_a_step_sends_by_hand(problem: Problem, analysis: Analysis) -> None:
+    """Whole gradients are reduced once, shards of them scattered; ZeRO-3 gathers parameters for each pass."""
+    held = sum(leaf.num_bytes for leaf in problem.of_kind("params"))
+    m = 2
+    expected = {
+        0: {"all_reduce": held},
+        1: {"reduce_scatter": held, "all_gather": held},
+        2: {"reduce_scatter": m * held, "all_gather": held},
+        3: {"reduce_scatter": m * held, "all_gather": 2 * m * held},
+    }
+    for zero, kinds in expected.items():
+        (stage,) = estimate(analysis, zero=zero, m=m).stages
+        sent = {kind: num_bytes for kind, num_bytes in stage.collective_bytes.items() if num_bytes > 0.01 * held}
+        assert sent == pytest.approx(kinds, rel=0.02), zero
+
+
 def test_recomputing_costs_one_more_forward_pass(analysis: Analysis) -> None:
     (off,), (on,) = (estimate(analysis, remat=remat).stages for remat in ("off", "on"))
     assert on.forward_s == pytest.approx(off.forward_s)

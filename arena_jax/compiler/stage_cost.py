@@ -261,6 +261,8 @@ class MeshCost:
         compute = passes * once_forward + once_backward
         communication = passes * (forward[0] / m + forward[1]) + backward[0] / m + backward[1]
         over_dp, over_tp = self._gradients_s
+        if option.zero >= 2 and self.scatters(option):
+            over_dp = over_dp / 2  # a ring scatters in half the steps that it reduces to all in
         communication = communication + over_tp + (0.0 if self.reduces_late(option) else over_dp)
         dp = self._links[DP]
         held, kept = self.work.parameter_bytes, self.work.kept_bytes
@@ -280,17 +282,21 @@ class MeshCost:
         """Per layer, bytes of the sums of gradients: each parameter's once, in the dtype that they add up in."""
         return self.work.parameter_bytes * self.accumulator_ratio
 
-    @cached_property
-    def _sums_s(self) -> Floats:
+    def scatters(self, option: Option) -> bool:
+        """Whether XLA scatters gradients where only shards of their sums are used; for a CPU it reduces them whole."""
+        return option.zero >= 1 and self.hardware.device.platform != "cpu"
+
+    def _sums_s(self, option: Option) -> Floats:
         """Per layer, seconds to reduce the sums of gradients over dp; they are reduced together."""
-        seconds = self._links[DP].all_reduce_s
+        link = self._links[DP]
+        seconds = link.reduce_scatter_s if self.scatters(option) else link.all_reduce_s
         return np.asarray(seconds(self.summed_bytes)) - seconds(0.0)
 
     def _sync(self, option: Option) -> Floats:
         """Per layer, seconds of the collectives at the end of a step."""
         held, kept = self.work.parameter_bytes, self.work.kept_bytes
         gather_s = self._links[DP].all_gather_s
-        reduced = self._sums_s if self.reduces_late(option) else np.zeros_like(held)
+        reduced = self._sums_s(option) if self.reduces_late(option) else np.zeros_like(held)
         if option.zero in (1, 2):  # updated shards are gathered again
             return reduced + np.asarray(gather_s(held))
         if option.zero == 3:

@@ -60,10 +60,13 @@ def _collective_bytes(
     times = {w.FORWARD: 2 if option.remat else 1, w.BACKWARD: 1, w.GRADIENT: num_microbatches}
     found: dict[str, float] = {}
     for c in w.collectives(mesh.work.works[first : last + 1].sum(axis=0)):
-        if not (c.phase == w.GRADIENT and c.axis == w.AXES[0] and mesh.reduces_late(option)):
-            found[c.kind] = found.get(c.kind, 0.0) + c.num_bytes * times[c.phase]
+        of_gradients = c.phase == w.GRADIENT and c.axis == w.AXES[0]
+        if not (of_gradients and mesh.reduces_late(option)):
+            kind = "reduce_scatter" if of_gradients and option.zero >= 2 and mesh.scatters(option) else c.kind
+            found[kind] = found.get(kind, 0.0) + c.num_bytes * times[c.phase]
     if mesh.dp > 1 and mesh.reduces_late(option):
-        found["all_reduce"] = found.get("all_reduce", 0.0) + float(mesh.summed_bytes[first : last + 1].sum())
+        kind = "reduce_scatter" if mesh.scatters(option) else "all_reduce"
+        found[kind] = found.get(kind, 0.0) + float(mesh.summed_bytes[first : last + 1].sum())
     held, kept = (float(x[first : last + 1].sum()) for x in (mesh.work.parameter_bytes, mesh.work.kept_bytes))
     gathered = {1: held, 2: held, 3: 2 * num_microbatches * (held - kept) + kept}.get(option.zero, 0.0)
     if gathered:
