@@ -165,6 +165,9 @@ class SwapMachine(RuleBasedStateMachine):
             hook=self.hook,
             recompile=self.gate.recompile,
         )
+        # A hook that answers late is asked again without waiting, which is tested elsewhere; here a slow machine
+        # must not let a request arrive a step after it was taken.
+        self.trainer._scheduler._timeout_s = TIMEOUT_S
         self.thread = threading.Thread(target=self._run, args=(first,), daemon=True)
         self.thread.start()
         self._settle()
