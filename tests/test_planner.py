@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from arena_jax.compiler import plan_problem
 from arena_jax.compiler.grid_search import FEWER
 from arena_jax.errors import InfeasibleError, UsageError
-from arena_jax.grid import Allocation, GridShape, IndexRow, PlanIndex
+from arena_jax.grid import CATALOGUE, Allocation, GridShape, IndexRow, PlanIndex
 from arena_jax.planner import Planner, allocation_of, choose
+from tests.problems import tower_analysis
 
 
 def devices(number: int, kind: str = "NVIDIA X9000", platform: str = "gpu") -> list[Any]:
@@ -60,3 +62,28 @@ def test_the_hint_follows_what_excludes_the_grid(reason: str, least_memory_bytes
     with pytest.raises(InfeasibleError, match=reason) as caught:
         choose(PlanIndex([row]), grid)
     assert caught.value.hint.startswith(hint)
+
+
+def test_a_type_without_the_arithmetic_of_the_run_is_infeasible_by_name() -> None:
+    analysis = tower_analysis()
+    catalogue = CATALOGUE.extended({"old": {"threads": 1, "lacks": ["float32"]}, "new": {"threads": 1}})
+    allocations = [Allocation("old", 1, 1), Allocation("new", 1, 1)]
+    index = plan_problem(analysis.problem, allocations, catalogue=catalogue, analysis=analysis, num_microbatches=1)
+    old, new = index
+    assert new.feasible
+    assert old.reason == "old has no float32 arithmetic, and the run's precision is pinned"
+    with pytest.raises(InfeasibleError, match="old has no float32") as caught:
+        choose(PlanIndex([old]), Allocation("old", 1, 1))
+    assert "another device type" in caught.value.hint
+
+
+def test_a_process_stands_for_one_virtual_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arena_jax.device_type.CATALOGUE", CATALOGUE.extended({"slow": {"threads": 1}}))
+    monkeypatch.setenv("ARENA_JAX_DEVICE_TYPE", "slow")
+    here = devices(2, "cpu", "cpu")
+    assert str(allocation_of(here)) == "slow:2"
+    with pytest.raises(UsageError, match="asks for cpu devices; this process has slow devices"):
+        planner(here).check_fits(Allocation.parse("cpu:2"))
+    monkeypatch.setenv("ARENA_JAX_DEVICE_TYPE", "a100")
+    with pytest.raises(UsageError, match="is no CPU type"):
+        allocation_of(here)
