@@ -287,6 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 check=True,
             )
             results[name] = json.loads(done.stdout.splitlines()[-1])
+            results[name]["load"] = os.getloadavg()[1]
             if not options.no_restart:
                 os.environ.update(environment)
                 results[name]["restart_s"] = restart(name, Path(home) / "runs")
@@ -329,6 +330,7 @@ def report(results: dict[str, Any]) -> None:
                     *(_ms(step), f"{moved / 2**20:.1f} MiB", f"{speed / 1e9:.2f}", slow),
                 ]
             )
+        notes.append(f"{name}: measured at a load average of {result['load']:.1f} (the run's own included);")
         background = [s["background_s"] for s in result["swaps"] if not s["prepared"]]
         if background:
             notes.append(f"{name}: planned and compiled in the background in {statistics.median(background):.1f} s;")

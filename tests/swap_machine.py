@@ -126,10 +126,12 @@ class Hook:
     def __init__(self, gate: Gate) -> None:
         self.request: Any = None
         self.raise_next = False
+        self.num_polls = 0
         self.reports: list[StepReport] = []
         self.grids: list[GridShape] = []
 
     def poll(self, step: int) -> Any:
+        self.num_polls += 1
         if self.raise_next:
             self.raise_next = False
             raise ConnectionError("the scheduler is away")
@@ -212,6 +214,12 @@ class SwapMachine(RuleBasedStateMachine):
             return self.hook.request is None
 
         self._until(taken, "the request was never taken")
+        # Taken by the hook's thread; the loop has it when it asks again, or goes on to its next batch.
+        asked = self.hook.num_polls
+        self._until(
+            lambda: self.hook.num_polls > asked or self.gate.waiting.is_set() or not self.thread.is_alive(),
+            "the loop never got the request",
+        )
         self._settle()
 
     def _boundary(self) -> None:
