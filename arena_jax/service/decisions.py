@@ -103,12 +103,12 @@ class Decider:
             factors: by what a queue's shares multiply its jobs' weights.
         """
         began = time.perf_counter()
-        # Opaque jobs cannot be saved: once begun they are left alone, and their devices are not there.
-        fixed = [job for job in jobs if job.spec.rigid and job.desired is not None]
+        # These are left alone, and their devices are not there for the policy.
+        fixed = [job for job in jobs if _is_fixed(job)]
         free: list[Job] = []
         idle: list[Job] = []
         for job in jobs:
-            if not (job.spec.rigid and job.desired is not None):
+            if not _is_fixed(job):
                 can = self._may_run(job, now) and self.options(job, step_times[job.plan_key])
                 (free if can else idle).append(job)
         changes = [Change(job=job, place=None, cause="pause") for job in idle if job.desired is not None]
@@ -319,6 +319,13 @@ class Decider:
                 (str(workload.columns.allocations[c]), float(remaining[c])) for c in best if np.isfinite(remaining[c])
             ),
         )
+
+
+def _is_fixed(job: Job) -> bool:
+    """Opaque jobs that have begun, since they cannot be saved, and starts: breaking one off loses all it has cost."""
+    if job.desired is None:
+        return False
+    return job.spec.rigid or (job.phase is Phase.STARTING and not job.pin and not job.cancelled)
 
 
 def lost_places(jobs: Sequence[Job], down: set[tuple[str, int]]) -> list[Job]:

@@ -270,6 +270,7 @@ class Reconciler:
     def _alive(self, job: Job, beat: Heartbeat, now: float, events: list[Event]) -> None:
         if job.phase is Phase.STARTING and (beat.progress is not None or job.spec.rigid):
             job.phase, job.reason = Phase.RUNNING, ""
+            self._trigger.append(f"first step of {job.id}")
             self._arrived(job, now)
         if job.phase is Phase.RUNNING:
             if job.told:

@@ -276,3 +276,16 @@ def test_a_job_that_trips_the_indexer_up_fails_alone(bench, monkeypatch):
     assert bench.job(bad).phase is Phase.FAILED
     assert "ZeroDivisionError: by zero" in bench.job(bad).reason
     assert bench.job(good).phase is Phase.RUNNING
+
+
+def test_a_start_is_not_broken_off_for_another_job(tmp_path):
+    bench = Bench(tmp_path, start_s=60.0)
+    first = bench.submit(recipe("long", steps=2000, types=("quick",), min_devices=8))
+    bench.run(10)
+    urgent = bench.submit(recipe("short", steps=10, types=("quick",), priority=1000.0))
+    bench.run(40)
+    assert bench.job(first).phase is Phase.STARTING
+    assert bench.job(urgent).phase is Phase.QUEUED
+    bench.run(30)  # its first step has come, and the other's weight counts
+    assert bench.job(urgent).held is not None
+    assert bench.job(first).run == 1
