@@ -17,7 +17,7 @@ help:
 	@echo "make test     the tests"
 	@echo "make verify   the whole matrix of plans against one device (hours, resumable)"
 	@echo "make lint     ruff, mypy, import contracts"
-	@echo "make demo     six jobs under the cluster service, on two virtual device types (under 10 minutes)"
+	@echo "make demo     six jobs under the cluster service, on two virtual device types"
 	@echo "make bench    every benchmark"
 
 setup: $(STAMP)
