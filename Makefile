@@ -48,6 +48,7 @@ verify: setup
 	$(BIN)/python -m tests.kill
 	$(BIN)/python -m tests.swap_verify
 	$(BIN)/python -m tests.service.chaos
+	$(BIN)/python -m tests.kill_group
 
 lint: setup
 	$(BIN)/ruff check .

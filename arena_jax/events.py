@@ -15,6 +15,7 @@ checkpoint      step, path, seconds
 request         step, target, reason: a change of plan that is being prepared
 swap            step, from, to, reason, background_s, stall_s, prepared, move_s, moved_bytes, difference
 relaunch        step, from, to, reason, why, background_s, prepared: the run goes on in other processes
+restart         step, why, down_s: processes were lost, and others go on from a checkpoint
 pause           step, asked: whether for a pause, or because a deadline came
 warning         message
 run_end         step, stop_reason, message

@@ -18,6 +18,7 @@ from arena_jax.errors import ArenaError, InfeasibleError, UsageError
 from arena_jax.grid import CATALOGUE, Allocation, GridShape, IndexRow, Plan, PlanIndex, PlanStore
 from arena_jax.recipe.schema import PlanSection
 from arena_jax.runtime.contract import Compiled
+from arena_jax.runtime.links import Links
 from arena_jax.runtime.lower import compile_program
 from arena_jax.runtime.program import Program
 
@@ -111,11 +112,13 @@ class Planner:
         if self._num_microbatches is None and self._search.coupled:
             self._num_microbatches = num_microbatches
 
-    def compile(self, candidate: Candidate, device_numbers: Sequence[int] | None = None) -> Compiled:
-        """Compile a plan for the first devices, or for those with the given numbers."""
+    def compile(
+        self, candidate: Candidate, device_numbers: Sequence[int] | None = None, *, links: Links | None = None
+    ) -> Compiled:
+        """Compile a plan for the first devices, or for those with the given numbers; ``links`` as it takes them."""
         self.check_fits(candidate.plan.grid.allocation)
         devices = self.devices if device_numbers is None else self._numbered(device_numbers)
-        program = compile_program(self.problem, candidate.plan, devices, nonfinite=self._nonfinite)
+        program = compile_program(self.problem, candidate.plan, devices, nonfinite=self._nonfinite, links=links)
         return Compiled(
             program=program,
             estimated_step_time_s=candidate.estimated_step_time_s,

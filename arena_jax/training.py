@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from arena_jax.runtime.checkpoint_info import CheckpointInfo, LeafType, check_le
 from arena_jax.runtime.contract import Arrival, Compiled, Elsewhere, LoopOptions, Outcome, Program, Swap
 from arena_jax.runtime.feed import Feed
 from arena_jax.runtime.journal import Callback, Journal
+from arena_jax.runtime.peers import Peers
 from arena_jax.runtime.rundir import RunDirectory
 from arena_jax.runtime.signals import StopSignals
 from arena_jax.runtime.trainer import Trainer
@@ -47,6 +48,52 @@ class Plans(Protocol):
     def settle(self, num_microbatches: int) -> None: ...
     def compile(self, candidate: Candidate, device_numbers: Sequence[int] | None = None) -> Compiled: ...
     def recompile(self, target: GridShape | Allocation, device_numbers: Sequence[int] | None = None) -> Compiled: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """Why this process goes on with what others began.
+
+    Attributes:
+        swap: the change of plan it comes from, its stall still open; ``None`` after a death.
+        left_s: unix seconds at which the last step before was complete, or the death was noticed.
+        why: in words.
+        request_id: of the request for the change.
+    """
+
+    swap: Swap | None
+    left_s: float
+    why: str
+    request_id: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervised:
+    """What a training is given by who started its processes.
+
+    Attributes:
+        peers: the other processes; ``None`` where this is the only one.
+        compiled: the plan, compiled before it was known where to begin.
+        elsewhere: how to leave for other processes.
+        resume_from: directory of the checkpoint to go on from, where it is not the run's own.
+        resumption: what came before; ``None`` at the start of a run.
+    """
+
+    compiled: Compiled
+    peers: Peers | None = None
+    elsewhere: Elsewhere | None = None
+    resume_from: Path | None = None
+    resumption: Resumption | None = None
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether the plan can change: in this process, or in others."""
+        return self.peers is None or self.elsewhere is not None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes logs."""
+        return self.peers is None or self.peers.leads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +120,7 @@ class Training:
         warm: plans and compiles for the hook's requests in another process first; ``None`` leaves it to a thread.
         record: facts for the ``run_start`` event: recipe text, params, command.
         signals: whose signal ends the run, at the next boundary between phases or steps.
+        supervised: where another process started this one.
     """
 
     name: str
@@ -95,6 +143,12 @@ class Training:
     callbacks: Sequence[Callback] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
     signals: StopSignals = field(default_factory=StopSignals)
+    supervised: Supervised | None = None
+
+    @property
+    def peers(self) -> Peers | None:
+        """The other processes of the job, if there are any."""
+        return None if self.supervised is None else self.supervised.peers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,20 +177,23 @@ def run_training(training: Training) -> Trained:
         stack.enter_context(training.signals)
         if run is None:
             return _train_and_tell(training, None)
-        store = stack.enter_context(CheckpointStore(run.checkpoints, keep=training.keep))
+        store = stack.enter_context(CheckpointStore(run.checkpoints, keep=training.keep, peers=training.peers))
         if training.options.checkpoint_every:
             store.prepare()
         return _train_and_tell(training, store)
 
 
 def _train_and_tell(training: Training, store: CheckpointStore | None) -> Trained:
-    info = _resume_info(training, store)
+    source = store
+    if training.supervised is not None and training.supervised.resume_from is not None:
+        source = CheckpointStore(training.supervised.resume_from, peers=training.peers)
+    info = _resume_info(training, source)
     first_step = 0 if info is None else info.step
     run_id = "" if training.run is None else training.run.run_id
     with _journal(training) as journal:
         journal.emit("run_start", run_id=run_id, name=training.name, **_facts(training))
         try:
-            outcome = _run(training, journal, store, info)
+            outcome = _run(training, journal, store, source, info)
         except BaseException as error:
             journal.emit("run_end", step=first_step, stop_reason=_reason(error), message=_message(error))
             raise
@@ -144,23 +201,35 @@ def _train_and_tell(training: Training, store: CheckpointStore | None) -> Traine
     return Trained(outcome=outcome, run_id=run_id, first_step=first_step)
 
 
-def _run(training: Training, journal: Journal, store: CheckpointStore | None, info: CheckpointInfo | None) -> Outcome:
+def _run(
+    training: Training,
+    journal: Journal,
+    store: CheckpointStore | None,
+    source: CheckpointStore | None,
+    info: CheckpointInfo | None,
+) -> Outcome:
     first_step = 0 if info is None else info.step
-    if info is not None and training.note is None:
+    supervised, note = training.supervised, training.note
+    if info is not None and note is None:
         assert store is not None
         aside = store.set_aside_after(first_step)
         if aside is not None:
             journal.warn(f"going back to step {first_step}: the later checkpoints are now in {str(aside)!r}")
     if info is not None:
         training.planner.settle(int(info.plan["num_microbatches"]))
-    signals, note = training.signals, training.note
-    candidate = _choose_plan(training, journal)
-    signals.check("planning")
-    compiled = training.planner.compile(candidate, None if note is None else note.here.devices)
-    signals.check("compiling")
+    signals = training.signals
+    if supervised is None:
+        candidate = _choose_plan(training, journal)
+        signals.check("planning")
+        compiled = training.planner.compile(candidate, None if note is None else note.here.devices)
+        signals.check("compiling")
+    else:
+        compiled = supervised.compiled
     program = compiled.program
     training.planner.settle(program.plan.num_microbatches)
-    if note is None:
+    training.feed.keep_rows(program.rows)
+    resumption = None if supervised is None else supervised.resumption
+    if note is None and (resumption is None or resumption.swap is None):
         journal.plan(program.plan, step=first_step, reason="start" if info is None else "resume", compiled=compiled)
     trainer = Trainer(
         compiled=compiled,
@@ -171,16 +240,20 @@ def _run(training: Training, journal: Journal, store: CheckpointStore | None, in
         store=store,
         eval_data=training.eval_data,
         hook=training.hook,
-        recompile=training.planner.recompile,
+        recompile=None if supervised is not None and not supervised.can_leave else training.planner.recompile,
         warm=training.warm,
         elsewhere=training.elsewhere,
         signals=signals,
+        peers=training.peers,
     )
-    state = _initial_state(training, program, store, info)
+    state = _initial_state(training, program, source, info)
     signals.check("initialising")
-    if note is None:
+    if note is None and resumption is None:
         return trainer.run(state, first_step=first_step)
     jax.block_until_ready(state)
+    if resumption is not None:
+        return trainer.run(state, first_step=first_step, arrival=_resumed(resumption, journal, first_step))
+    assert note is not None
     note.settle()
     if note.failed:
         journal.plan(program.plan, step=first_step, reason="resume", compiled=compiled)
@@ -208,6 +281,16 @@ def _arrival(note: Note) -> Arrival:
         target=parse_target(note.target),
         failed=note.failed,
     )
+
+
+def _resumed(resumption: Resumption, journal: Journal, step: int) -> Arrival | None:
+    """Tell how long the run stood between two groups of processes."""
+    down_s = max(0.0, time.time() - resumption.left_s)
+    if resumption.swap is None:
+        journal.emit("restart", step=step, why=resumption.why, down_s=down_s)
+        return None
+    swap = replace(resumption.swap, step=step, stall_s=down_s)
+    return Arrival(request_id=resumption.request_id, swap=swap, target=swap.target)
 
 
 def _resume_info(training: Training, store: CheckpointStore | None) -> CheckpointInfo | None:
@@ -326,6 +409,9 @@ def _describer(training: Training) -> Callable[[int, Program, Any], CheckpointIn
 @contextmanager
 def _journal(training: Training) -> Iterator[Journal]:
     """The run's journal, with log and tracker behind it where there are any."""
+    if training.supervised is not None and not training.supervised.leads:
+        yield Journal()
+        return
     if training.run is None:
         yield Journal(callbacks=training.callbacks)
         return

@@ -195,13 +195,13 @@ def _leave_half_the_cores() -> None:
         os.sched_setaffinity(0, cores[: max(1, len(cores) // 2)])
 
 
-def end_with_parent(parent: int) -> None:
-    """Have the system end this process when the training is gone (Linux; elsewhere it ends when done)."""
+def end_with_parent(parent: int, signal_name: str = "SIGTERM") -> None:
+    """Have the system end this process when the one that started it is gone (Linux; elsewhere it ends when done)."""
     with suppress(OSError, AttributeError):
         import ctypes
         import signal
 
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.Signals[signal_name])  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         raise SystemExit(0)
 

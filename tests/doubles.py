@@ -60,6 +60,7 @@ class JitProgram:
         optimizer: optax.GradientTransformation | None = None,
     ) -> None:
         self.plan = plan
+        self.rows = None
         self.num_steps_run = 0
         self._hidden = hidden
         mesh = Mesh(np.array(jax.devices()[: plan.grid.num_devices]), ("dp",), axis_types=(AxisType.Auto,))

@@ -21,7 +21,7 @@ from arena_jax.errors import (
 from arena_jax.events import read_events
 from arena_jax.grid import Allocation, GridShape, PlanIndex
 from arena_jax.planner import Candidate
-from arena_jax.runtime.checkpoint import CheckpointStore
+from arena_jax.runtime.checkpoint_info import complete_steps
 from arena_jax.runtime.contract import Compiled, LoopOptions
 from arena_jax.runtime.feed import Feed
 from arena_jax.runtime.rundir import RunDirectory, find_run, open_run
@@ -124,7 +124,7 @@ def test_going_back_sets_the_later_checkpoints_aside(tmp_path: Path) -> None:
     train(open_run(tmp_path / "run", name="toy", resume="auto"), steps=6)
     trained = train(open_run(tmp_path / "run", name="toy", resume=4), steps=5)
     assert trained.first_step == 4
-    assert CheckpointStore.steps_in(tmp_path / "run" / "checkpoints") == [2, 4, 5]
+    assert complete_steps(tmp_path / "run" / "checkpoints") == [2, 4, 5]
     warnings = [e["message"] for e in read_events(tmp_path / "run") if e["kind"] == "warning"]
     assert len(warnings) == 1
     assert "set-aside" in warnings[0]
@@ -138,7 +138,7 @@ def test_never_sets_the_old_run_aside(tmp_path: Path) -> None:
     assert train(second, steps=2).first_step == 0
     (aside,) = (tmp_path / "run" / "set-aside").iterdir()
     assert json.loads((aside / "run.json").read_text())["run_id"] == first.run_id
-    assert CheckpointStore.steps_in(aside / "checkpoints") == [2, 4]
+    assert complete_steps(aside / "checkpoints") == [2, 4]
 
 
 @pytest.mark.parametrize("resume", ["must", 3])

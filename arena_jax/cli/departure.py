@@ -89,9 +89,10 @@ class Departure:
             cancelled=cancelled,
         )
 
-    def hand_over(self, relaunch: "Relaunch", tree: Mapping[str, Any], info: "CheckpointInfo") -> None:
+    def hand_over(self, relaunch: "Relaunch | None", tree: Mapping[str, Any], info: "CheckpointInfo") -> None:
         from arena_jax.runtime.checkpoint import CheckpointStore
 
+        assert relaunch is not None  # one process pauses by itself
         began_at, num_bytes = time.time(), sum(leaf.nbytes for leaf in tree.values())
         folder = _folder_for(num_bytes, self._run)
         try:

@@ -5,7 +5,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +20,19 @@ if TYPE_CHECKING:
     from arena_jax.planner import Planner
     from arena_jax.recipe import Recipe
     from arena_jax.relaunch import Note
+    from arena_jax.runtime.contract import Elsewhere
     from arena_jax.runtime.journal import Callback
     from arena_jax.runtime.rundir import Resume, RunDirectory
     from arena_jax.runtime.signals import StopSignals
     from arena_jax.tracking import MLflowTracker
-    from arena_jax.training import Trained
+    from arena_jax.training import Supervised, Trained
     from arena_jax.warm import WarmProcess
 
 _EXIT_CODES = {
     "interrupted": EXIT_INTERRUPTED,
     "terminated": EXIT_RESUMABLE,
     "stopped": EXIT_RESUMABLE,
+    "paused": EXIT_RESUMABLE,
     "relaunch": EXIT_RELAUNCH,
 }
 
@@ -38,6 +40,11 @@ _EXIT_CODES = {
 @click.command(short_help="Train a recipe under a plan the compiler chose.")
 @console.recipe_arguments
 @click.option("--devices", type=click.IntRange(min=1), help="Devices to use; by default all, or cpu_devices of a CPU.")
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    help="Train in N processes, one for each node of the grid, and start them anew when one dies.",
+)
 @click.option("--steps", type=click.IntRange(min=0), help="Train up to this step; the recipe's schedules stay.")
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Run this plan file instead of searching.")
 @click.option(
@@ -51,6 +58,7 @@ def command(
     recipe: str,
     overrides: tuple[str, ...],
     devices: int | None,
+    processes: int | None,
     steps: int | None,
     plan_file: Path | None,
     resume: str,
@@ -69,10 +77,28 @@ def command(
     loaded = load_recipe(recipe, overrides)
     note = relaunch.arriving()
     plan = None if plan_file is None else Plan.load(plan_file)
+    from arena_jax.processes.launch import detect_launch
     from arena_jax.runtime.signals import StopSignals
 
+    launch = detect_launch()
+    if (processes is not None or launch is not None) and not dry_run:
+        from arena_jax.cli import train_processes
+
+        code, report = train_processes.train(
+            loaded,
+            launch,
+            processes=processes,
+            steps=steps,
+            devices=devices,
+            plan=plan,
+            resume=_resume(resume),
+            given=(recipe, overrides),
+        )
+        if as_json and (launch is None or launch.rank == 0):
+            console.emit_json(report)
+        ctx.exit(code)
     again = ["train", recipe, *overrides, *([] if steps is None else ["--steps", str(steps)]), *["--json"] * as_json]
-    with StopSignals(_leave, noted=_noted) as signals:
+    with StopSignals(leave, noted=noted) as signals:
         if note is None:
             take_type(loaded, plan)
             start_jax(cpu_devices_needed(loaded, devices, plan))
@@ -207,16 +233,27 @@ def train(
         return 0, _dry_run(job, planner, target, plan, as_json=as_json)
     # `steps=N` is another recipe, whose schedule ends earlier; `--steps N` is the beginning of this one.
     num_steps = job.steps if steps is None else steps
-    run = _run_directory(recipe, resume, num_steps) if note is None else _run_of(note, recipe)
+    run = run_directory(recipe, resume, num_steps) if note is None else _run_of(note, recipe)
     if note is None and resume == "auto":
         from arena_jax.relaunch import rescue
 
         run.resume_step = rescue(run.path, run.checkpoints, run.resume_step) or run.resume_step
     try:
-        with _hook(recipe, run, note) as hook:
-            warm = _warm(planner, given)
-            code, report = _train(
-                job, planner, target, plan, run, num_steps, signals, hook, warm, note, callbacks, may_leave
+        with make_hook(recipe, run, note) as hook:
+            warm = warm_process(planner, given)
+            code, report = train_job(
+                job,
+                planner,
+                target,
+                plan,
+                run,
+                num_steps,
+                signals,
+                hook,
+                warm,
+                note=note,
+                callbacks=callbacks,
+                may_leave=may_leave,
             )
         if code == EXIT_RELAUNCH and not is_supervised():
             run.keep_over_exec()
@@ -225,7 +262,7 @@ def train(
         run.close()
 
 
-def _train(
+def train_job(
     job: "Job",
     planner: "Planner",
     target: GridShape | Allocation,
@@ -235,10 +272,22 @@ def _train(
     signals: "StopSignals",
     hook: SchedulerHook | None,
     warm: "WarmProcess | None",
-    note: "Note | None",
-    callbacks: "Sequence[Callback]",
-    may_leave: bool,
+    *,
+    note: "Note | None" = None,
+    supervised: "Supervised | None" = None,
+    callbacks: "Sequence[Callback]" = (),
+    may_leave: bool = True,
 ) -> tuple[int, dict[str, Any]]:
+    """Train a job whose run directory is open.
+
+    Args:
+        note: what the process left that this one goes on from.
+        supervised: where another process started this one; of several, only the first says anything.
+        callbacks: take every event, besides what a person sees.
+
+    Returns:
+        Exit code, and what ``--json`` prints.
+    """
     from arena_jax.cli.departure import Departure
     from arena_jax.cli.progress import Progress
     from arena_jax.fit import model_leaves
@@ -247,11 +296,13 @@ def _train(
     from arena_jax.training import Training, run_training
 
     recipe = job.recipe
-    tracker = _tracker(recipe)
+    leads = supervised is None or supervised.leads
+    tracker = _tracker(recipe) if leads else None
     evals: list[dict[str, Any]] = []
-    elsewhere = None
-    if warm is not None and may_leave:
-        elsewhere = Departure(
+    elsewhere: Elsewhere | None = None if supervised is None else supervised.elsewhere
+    watchers: list[Callback] = [*callbacks]
+    if supervised is None and warm is not None and may_leave:
+        elsewhere = departure = Departure(
             run.path,
             warm,
             num_devices=len(planner.devices),
@@ -259,10 +310,10 @@ def _train(
             before=note,
             first_step=run.resume_step or 0,
         )
-    if note is None:
-        resuming = f", resuming at step {run.resume_step}" if run.resume_step is not None else ""
-        console.note(f"run {run.path}{resuming}")
-    with Progress(num_steps, name=job.name) as progress:
+        watchers.insert(0, departure.on_event)
+    if note is None and supervised is None:
+        say_where(run)
+    with Progress(num_steps, name=job.name) if leads else nullcontext(lambda event: None) as progress:
         trained = run_training(
             Training(
                 name=job.name,
@@ -293,11 +344,12 @@ def _train(
                     progress,
                     lambda event: evals.append(event) if event["kind"] == "eval" else None,
                     _keep_to_cores,
-                    *([] if elsewhere is None else [elsewhere.on_event]),
+                    *watchers,
                     *callbacks,
                 ),
                 record={"recipe": recipe.to_yaml(), "params": recipe.resolved()},
                 signals=signals,
+                supervised=supervised,
             )
         )
     if trained.outcome.stop_reason == "relaunch":
@@ -305,8 +357,13 @@ def _train(
     report = _report(job, trained, run, note)
     if evals:
         report["eval"] = evals[-1]["metrics"]
-    _say(report, tracker)
+    if supervised is None:
+        say_end(report, tracker)
     return _EXIT_CODES.get(trained.outcome.stop_reason, 0), report
+
+
+def say_where(run: "RunDirectory") -> None:
+    console.note(f"run {run.path}" + (f", resuming at step {run.resume_step}" if run.resume_step is not None else ""))
 
 
 def _dry_run(
@@ -367,7 +424,7 @@ def _report(job: "Job", trained: "Trained", run: "RunDirectory", note: "Note | N
     }
 
 
-def _say(report: Mapping[str, Any], tracker: "MLflowTracker | None") -> None:
+def say_end(report: Mapping[str, Any], tracker: "MLflowTracker | None") -> None:
     """How it ended and where to look, on stderr."""
     losses = report["losses"]
     loss = f", loss {losses[0]:.4g} -> {losses[-1]:.4g}" if losses else ""
@@ -378,14 +435,15 @@ def _say(report: Mapping[str, Any], tracker: "MLflowTracker | None") -> None:
         console.note(f"to look at the curves: {tracker.how_to_open()}")
 
 
-def make_planner(job: "Job") -> "Planner":
-    """The planner of a job on all devices, with the recipe's pins."""
+def make_planner(job: "Job", devices: Sequence[Any] | None = None) -> "Planner":
+    """The planner of a job on all devices, or on those given, with the recipe's pins."""
     from arena_jax.planner import Planner, constraints_of, plan_store
 
     problem = job.problem()
     recipe = job.recipe
     return Planner(
         problem,
+        devices=devices,
         constraints=constraints_of(recipe.plan),
         num_microbatches=recipe.plan.num_microbatches,
         nonfinite=recipe.nonfinite,
@@ -419,7 +477,7 @@ def _target(recipe: "Recipe", planner: "Planner", devices: int | None) -> GridSh
     return GridShape(target, recipe.plan.stages)
 
 
-def _run_directory(recipe: "Recipe", resume: "Resume", num_steps: int) -> "RunDirectory":
+def run_directory(recipe: "Recipe", resume: "Resume", num_steps: int) -> "RunDirectory":
     from arena_jax.runtime.rundir import find_run
 
     root = Path(recipe.checkpoint.dir or f"runs/{recipe.name}")
@@ -456,7 +514,7 @@ def _type_of(target: GridShape | Allocation) -> str:
 
 
 @contextmanager
-def _hook(recipe: "Recipe", run: "RunDirectory", note: "Note | None") -> "Iterator[SchedulerHook | None]":
+def make_hook(recipe: "Recipe", run: "RunDirectory", note: "Note | None" = None) -> "Iterator[SchedulerHook | None]":
     """What may change the run's allocation."""
     from arena_jax.control import ControlSocket
     from arena_jax.runtime.hooks import FileHook, ScriptedHook
@@ -487,7 +545,7 @@ def _hook(recipe: "Recipe", run: "RunDirectory", note: "Note | None") -> "Iterat
         hook.close()
 
 
-def _warm(planner: "Planner", given: tuple[str, Sequence[str]] | None) -> "WarmProcess | None":
+def warm_process(planner: "Planner", given: tuple[str, Sequence[str]] | None) -> "WarmProcess | None":
     """A process that compiles ahead; on accelerators, which it could not open, and without a recipe none."""
     from arena_jax.warm import WarmProcess
 
@@ -500,12 +558,12 @@ def _resume(text: str) -> "Resume":
     return int(text) if text.isdecimal() else text
 
 
-def _noted(number: signal.Signals) -> None:
+def noted(number: signal.Signals) -> None:
     """Written past Python's buffers, for a handler may interrupt a write."""
     os.write(2, f"\n{number.name}: stopping after this step or phase; a second one leaves at once\n".encode())
 
 
-def _leave(number: int) -> None:
+def leave(number: int) -> None:
     """A second signal: without waiting for threads or exit handlers. What is being saved stays unfinished.
 
     Events are in the log as soon as they are emitted, so there is nothing to flush.

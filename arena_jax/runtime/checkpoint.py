@@ -28,7 +28,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from arena_jax.errors import CheckpointError, UsageError
-from arena_jax.runtime.checkpoint_info import CheckpointInfo, LeafType, check_leaves
+from arena_jax.runtime.checkpoint_info import CheckpointInfo, LeafType, check_leaves, complete_steps
+from arena_jax.runtime.peers import Meeting, Peers
 
 _ARRAYS, _ABOUT, _DIGESTS = "arrays", "about", "digests.json"
 _DELETED = ".deleted"
@@ -74,15 +75,27 @@ class Saved:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in one directory. Used by one process and one thread at a time."""
+    """The checkpoints of one run, in one directory. Used by one thread at a time.
 
-    def __init__(self, directory: str | Path, *, keep: int = 2) -> None:
+    Args:
+        directory: see there.
+        keep: how many of the newest stay.
+        peers: the processes of the job, where there are several: all of them make the same calls. Where they
+            share one runtime each writes its own shards, and process 0 commits; otherwise process 0 is given
+            everything and writes it alone. In both cases process 0 alone renames and deletes.
+    """
+
+    def __init__(self, directory: str | Path, *, keep: int = 2, peers: Peers | None = None) -> None:
         self.directory = Path(directory).absolute()
         self._keep = keep
+        self._peers = peers
+        self._leads = peers is None or peers.leads
+        self._shared = peers is not None and peers.one_runtime
         self._checkpointer: ocp.AsyncCheckpointer | None = None
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Saved] | None = None
         self._saving = 0
+        self._meeting: Meeting | None = None
         self._quiet = _DropOrbax()
         logging.getLogger("absl").addFilter(self._quiet)
 
@@ -92,11 +105,11 @@ class CheckpointStore:
         Raises:
             UsageError: when nothing can be written there.
         """
-        probe = self.directory / f".probe-{os.getpid()}"
+        if not self._leads:
+            return
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            probe.write_bytes(b"\0" * 4096)
-            probe.unlink()
+            self._probe()
         except OSError as error:
             raise UsageError(
                 f"cannot write checkpoints to {str(self.directory)!r}: {error.strerror}",
@@ -104,20 +117,14 @@ class CheckpointStore:
             ) from error
         self._sweep()
 
+    def _probe(self) -> None:
+        probe = self.directory / f".probe-{os.getpid()}"
+        probe.write_bytes(b"\0" * 4096)
+        probe.unlink()
+
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
-        return self.steps_in(self.directory)
-
-    @staticmethod
-    def steps_in(directory: Path) -> list[int]:
-        """Steps of the complete checkpoints in a directory, ascending; none where there is no directory."""
-        try:
-            names = [entry.name for entry in os.scandir(directory) if entry.is_dir()]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CheckpointError(f"cannot read {str(directory)!r}: {error.strerror}") from error
-        return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+        return complete_steps(self.directory)
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
@@ -130,17 +137,20 @@ class CheckpointStore:
         A save that fails never raises: :meth:`poll` reports it. A step that is already saved is left alone.
         """
         done = self.wait()
-        if step in self.steps():
-            return done
         started = time.monotonic()
+        if self._shared:
+            refused = self._refusal(step)
+            if refused is not None:
+                failed = Saved(step=step, path=self.path(step), seconds=0.0, blocked_s=0.0, error=refused)
+                return [*done, failed] if refused else done
+        elif not self._leads or step in self.steps():
+            return done
         self._prune(self._keep)
         try:
             if self._checkpointer is None:
-                self._checkpointer = ocp.AsyncCheckpointer(
-                    ocp.CompositeCheckpointHandler(),
-                    async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
-                )
+                self._checkpointer = self._make_checkpointer()
             self._saving = step
+            self._meeting = self._peers.meeting() if self._shared and self._peers is not None else None
             self._checkpointer.save(
                 self.path(step),
                 args=ocp.args.Composite(
@@ -159,6 +169,43 @@ class CheckpointStore:
             return [*done, failed]
         self._pending = self._watcher.submit(self._finish, step, started, time.monotonic() - started)
         return done
+
+    def _refusal(self, step: int) -> str | None:
+        """Why no process is to write now; empty where the step is there already.
+
+        Asked before, as a process that fails alone leaves the others waiting for it.
+        """
+        assert self._peers is not None
+        why: str | None = None
+        if self._leads:
+            try:
+                why = "" if step in self.steps() else None
+                if why is None:
+                    self._probe()
+            except (OSError, CheckpointError) as error:
+                why = _one_line(error)
+        answer: str | None = self._peers.share(why)
+        return answer
+
+    def _make_checkpointer(self) -> ocp.AsyncCheckpointer:
+        several = ocp.options.MultiprocessingOptions()
+        barrier = None
+        if self._shared:
+            assert self._peers is not None
+            # Naming the processes lets Orbax meet at the coordination service. Its default is a collective,
+            # which from its own thread would fall in between those of the steps.
+            several = ocp.options.MultiprocessingOptions(active_processes=set(range(self._peers.count)))
+            barrier = self._barrier
+        return ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(),
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal, barrier_sync_fn=barrier),
+            multiprocessing_options=several,
+        )
+
+    def _barrier(self, *, key: str, timeout_ms: int) -> None:
+        """Wait for all processes, or for the first that failed to write."""
+        assert self._meeting is not None
+        self._meeting.wait(key, timeout_ms / 1000)
 
     def poll(self) -> list[Saved]:
         """The save that ended since the last call, if one did. Never blocks."""
@@ -271,7 +318,8 @@ class CheckpointStore:
         leaves = self.restore_some(step, wanted).values()
         if all(np.isfinite(np.asarray(leaf, np.float64)).all() for leaf in leaves if leaf.dtype.kind in "fV"):
             return False
-        self._set_aside([step])
+        if self._leads:
+            self._set_aside([step])
         return True
 
     def set_aside_after(self, step: int) -> Path | None:
@@ -281,7 +329,7 @@ class CheckpointStore:
         the end of the old one.
         """
         later = [s for s in self.steps() if s > step]
-        if not later:
+        if not later or not self._leads:
             return None
         return self._set_aside(later)
 
@@ -304,6 +352,8 @@ class CheckpointStore:
             self._checkpointer.wait_until_finished()
         except Exception as raised:
             error = _one_line(raised)
+            if self._meeting is not None:
+                self._meeting.fail(error)
             self._sweep()
         seconds = time.monotonic() - started
         return Saved(step=step, path=self.path(step), seconds=seconds, blocked_s=blocked_s, error=error)
@@ -315,7 +365,7 @@ class CheckpointStore:
         will make the newest is not yet proven good by a step made from it, so ``keep`` proven ones stay
         beside it until the next save.
         """
-        for step in self.steps()[:-keep]:
+        for step in self.steps()[:-keep] if self._leads else ():
             doomed = self.path(step).with_name(f"{step}{_DELETED}")
             try:
                 # Renamed first: a kill in the middle must not leave half a checkpoint under its name.
@@ -326,6 +376,8 @@ class CheckpointStore:
 
     def _sweep(self) -> None:
         """Delete temporaries of saves that did not finish."""
+        if not self._leads:
+            return
         try:
             entries = list(os.scandir(self.directory))
         except OSError:

@@ -1,8 +1,10 @@
 """What stands beside the arrays of a checkpoint, as JSON: enough to refuse a wrong one by name."""
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from arena_jax.errors import CheckpointError
@@ -69,6 +71,17 @@ class CheckpointInfo:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{where} has a damaged description: {type(error).__name__} at {error}") from error
         return cls(**values)
+
+
+def complete_steps(directory: Path) -> list[int]:
+    """Steps of the complete checkpoints in a directory, ascending; none where there is no directory."""
+    try:
+        names = [entry.name for entry in os.scandir(directory) if entry.is_dir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot read {str(directory)!r}: {error.strerror}") from error
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
 def check_leaves(saved: Mapping[str, LeafType], wanted: Mapping[str, LeafType], *, where: str) -> None:

@@ -11,7 +11,7 @@ from arena_jax.runtime.checkpoint_info import CheckpointInfo
 from arena_jax.runtime.metrics import StepRecord
 from arena_jax.runtime.move import Moved
 
-StopReason = Literal["done", "data_ended", "interrupted", "terminated", "stopped", "relaunch"]
+StopReason = Literal["done", "data_ended", "interrupted", "terminated", "stopped", "relaunch", "paused"]
 
 
 class Program(Protocol):
@@ -19,6 +19,8 @@ class Program(Protocol):
 
     @property
     def plan(self) -> Plan: ...
+    @property
+    def rows(self) -> Any: ...
     def init(self, rngs: Any = None) -> Any: ...
     def step(self, state: Any, batch: Any) -> tuple[Any, Mapping[str, Any]]: ...
     def eval_values(self, state: Any, batch: Any) -> Mapping[str, Any]: ...
@@ -108,8 +110,12 @@ class Elsewhere(Protocol):
             ArenaError: no plan fits, or the type cannot be had.
         """
 
-    def hand_over(self, relaunch: Relaunch, tree: dict[str, Any], info: CheckpointInfo) -> None:
-        """Keep the state where the next process finds it; after an exception the training goes on here."""
+    def hand_over(self, relaunch: Relaunch | None, tree: dict[str, Any], info: CheckpointInfo) -> None:
+        """Keep the state where the next process finds it; after an exception the training goes on here.
+
+        Args:
+            relaunch: where it goes on; ``None`` for a pause, and in processes that follow another.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

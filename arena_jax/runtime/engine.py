@@ -25,7 +25,14 @@ def compile_here(name: str, lowered: Any) -> Any:
 
 
 class Engine(Protocol):
-    """Runs the steps of one plan."""
+    """Runs the steps of one plan.
+
+    Attributes:
+        rows: numbers of the rows of a global batch that this process gives; ``None`` for all of them.
+    """
+
+    @property
+    def rows(self) -> np.ndarray | None: ...
 
     def step(self, state: State, batch: Sequence[np.ndarray]) -> tuple[State, Metrics]:
         """One optimizer step on the flat leaves of a global batch; consumes ``state``."""
@@ -91,8 +98,14 @@ def finished(value: Any) -> Any:
     return value.value if isinstance(value, Sum | Last) else value
 
 
-def flatten_batch(problem: Problem, batch: Any, *, ragged: bool = False) -> tuple[list[Any], int]:
+def flatten_batch(
+    problem: Problem, batch: Any, *, num_rows: int | None = None, ragged: bool = False
+) -> tuple[list[Any], int]:
     """The batch's leaves in the problem's order, checked by name, and its number of rows.
+
+    Args:
+        num_rows: how many there must be; by default the global batch.
+        ragged: whether there may be any number.
 
     Raises:
         UsageError: another structure, row count, shape or dtype than the problem was made with.
@@ -118,9 +131,11 @@ def flatten_batch(problem: Problem, batch: Any, *, ragged: bool = False) -> tupl
             array = array.astype(leaf.dtype)
         arrays.append(array)
     assert rows is not None
-    if rows != problem.global_batch and not ragged:
+    num_rows = problem.global_batch if num_rows is None else num_rows
+    if rows != num_rows and not ragged:
+        of = "" if num_rows == problem.global_batch else f", of which this process gives {num_rows}"
         raise UsageError(
-            f"the batch has {rows} rows, the global batch is {problem.global_batch}",
+            f"the batch has {rows} rows, the global batch is {problem.global_batch}{of}",
             hint="drop the last incomplete batch in training; eval_step takes any number of rows",
         )
     return arrays, rows

@@ -14,7 +14,9 @@ from arena_jax.compiler.stages import StageGraph, assign_stages, cut_stages
 from arena_jax.compiler.trace import Trace, trace_eval
 from arena_jax.runtime.engine import Metrics, Sums
 from arena_jax.runtime.layout import Layout, State, leaf_names
+from arena_jax.runtime.links import Links, LocalLinks
 from arena_jax.runtime.placement import StagePlacement
+from arena_jax.runtime.put import put
 from arena_jax.runtime.stage_function import StageFunction, StageInputs, make_stage_function
 
 
@@ -33,7 +35,14 @@ class _Compiled:
 class Evaluator:
     """Evaluates batches of any number of rows; compiles once per number."""
 
-    def __init__(self, problem: Problem, placements: Sequence[StagePlacement], layout: Layout) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        placements: Sequence[StagePlacement],
+        layout: Layout,
+        links: Links | None = None,
+    ) -> None:
+        self._links: Links = links or LocalLinks()
         self._problem = problem
         self._placements = placements
         self._layout = layout
@@ -52,33 +61,62 @@ class Evaluator:
         compiled = self._compiled[rows]
         arrays = state.arrays
         units = compiled.stage_graph.graph.units
-        made: dict[Any, Any] = {}
-        totals: dict[int, Any] = {}
+        made: dict[Any, tuple[int, Any]] = {}
+        totals: dict[int, tuple[int, Any]] = {}
         for s, (function, program) in enumerate(zip(compiled.functions, compiled.programs, strict=True)):
             stage, placement = function.stage, function.placement
             leaves = [
-                [self._leaf(arrays, units[v], s) for v in group] for group in (stage.params, stage.frozen, stage.state)
+                [self._leaf(arrays, units[v], s, rows) for v in group]
+                for group in (stage.params, stage.frozen, stage.state)
             ]
-            shardings = self._batch_shardings(function, rows)
-            rows_placed = jax.device_put([batch[i] for i in stage.batch_index], shardings)
-            received = [jax.device_put(made[v], self._received_sharding(v, placement, rows)) for v in stage.received]
-            sent, outputs = program(*leaves, rows_placed, compiled.consts[s], received)
-            made.update(zip(stage.sent, sent, strict=True))
-            totals.update(outputs)
-        home = compiled.functions[-1].placement.replicated
-        gathered = jax.device_put([totals[p] for p in range(len(totals))], home)
-        return compiled.finish(gathered)
+            received = []
+            for k, var in enumerate(stage.received):
+                sharding = self._received_sharding(var, placement, rows)
+                struct = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=sharding)
+                source, value = made[var]
+                received.append(self._links.move(f"eval {rows} {s} {k}", value, source, s, struct))
+            sent, outputs = [None] * len(stage.sent), dict.fromkeys(stage.outputs)
+            if self._links.here(s):
+                rows_placed = put([batch[i] for i in stage.batch_index], self._batch_shardings(function, rows))
+                sent, outputs = program(*leaves, rows_placed, compiled.consts[s], received)
+            made.update((var, (s, value)) for var, value in zip(stage.sent, sent, strict=True))
+            totals.update((p, (s, value)) for p, value in outputs.items())
+        gathered = [totals[p] for p in range(len(totals))]
+        last = len(compiled.functions) - 1
+        if not last:
+            return compiled.finish([value for _, value in gathered])
+        home = compiled.functions[last].placement.replicated
+        outvars = compiled.trace.jaxpr.outvars
+        structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=home) for v in outvars[: len(gathered)]]
+        values = self._links.move_all(
+            [f"eval {rows} total {p}" for p in range(len(gathered))],
+            [value for _, value in gathered],
+            [source for source, _ in gathered],
+            last,
+            structs,
+        )
+        results, tree = jax.tree.flatten(jax.eval_shape(compiled.finish, structs))
+        metrics = jax.tree.leaves(compiled.finish(values)) if self._links.here(last) else [None] * len(results)
+        return jax.tree.unflatten(tree, self._links.spread(f"eval {rows} metric", metrics, last, results))
 
-    def _leaf(self, arrays: Sequence[Any], unit: Unit, stage: int) -> Any:
+    def _leaf(self, arrays: Sequence[Any], unit: Unit, stage: int, rows: int) -> Any:
         """A leaf on a stage; moved there where evaluation needs it in another stage than training."""
         if unit in self._where:
             places = self._where[unit]
             if stage in places:
                 return arrays[places[stage]]
-            return jax.device_put(arrays[next(iter(places.values()))], self._placements[stage].replicated)
-        pieces = sorted((u.start or 0, next(iter(p.values()))) for u, p in self._where.items() if u.leaf == unit.leaf)
-        whole = np.concatenate([np.asarray(arrays[position]) for _, position in pieces])
+            return self._moved(arrays, *next(iter(places.items())), stage)
+        pieces = sorted((u.start or 0, *next(iter(p.items()))) for u, p in self._where.items() if u.leaf == unit.leaf)
+        parts = [self._moved(arrays, source, position, stage) for _, source, position in pieces]
+        if not self._links.here(stage):
+            return None
+        whole = np.concatenate([np.asarray(part) for part in parts])
         return jax.device_put(whole, self._placements[stage].replicated)
+
+    def _moved(self, arrays: Sequence[Any], source: int, position: int, stage: int) -> Any:
+        entry = self._layout.entries[position]
+        struct = jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=self._placements[stage].replicated)
+        return self._links.move(f"eval leaf {position} {stage}", arrays[position], source, stage, struct)
 
     def _compile(self, rows: int) -> _Compiled:
         trace = trace_eval(self._problem, rows)
@@ -102,9 +140,10 @@ class Evaluator:
             functions=functions,
             programs=tuple(jax.jit(_program(f)) for f in functions),
             consts=tuple(
-                [jax.device_put(values[v], f.placement.replicated) for v in f.stage.consts] for f in functions
+                put([values[v] for v in f.stage.consts], [f.placement.replicated] * len(f.stage.consts))
+                for f in functions
             ),
-            finish=jax.jit(sums.values),
+            finish=jax.jit(sums.values, out_shardings=functions[-1].placement.replicated),
         )
 
     def _splits(self, graph: Graph) -> dict[int, list[int]]:

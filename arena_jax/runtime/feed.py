@@ -27,11 +27,19 @@ class Feed:
         self._loader = loader
         self._ahead: list[tuple[Any, Any]] = []
         self._kind: Any = None
+        self._rows: np.ndarray | None = None
 
     @property
     def fingerprint(self) -> str | None:
         """Hash of the data where the loader gives one."""
         return getattr(self._loader, "fingerprint", None) or None
+
+    def keep_rows(self, rows: np.ndarray | None) -> None:
+        """Let :meth:`next` give these rows of the global batch only; ``None`` for all.
+
+        A loader that can read some rows (``next_rows``) never reads the others.
+        """
+        self._rows = rows
 
     def peek(self) -> Any:
         """The next batch, which :meth:`next` will give again.
@@ -49,7 +57,13 @@ class Feed:
 
     def next(self) -> Any:
         """The next batch; raises ``StopIteration`` at the end of the data."""
-        batch = self._ahead.pop()[1] if self._ahead else next(self._loader)
+        batch = self._ahead.pop()[1] if self._ahead else None
+        if batch is None and self._rows is not None and hasattr(self._loader, "next_rows"):
+            batch = self._loader.next_rows(self._rows)
+        else:
+            batch = next(self._loader) if batch is None else batch
+            if self._rows is not None:
+                batch = jax.tree.map(lambda leaf: leaf[self._rows] if np.ndim(leaf) else leaf, batch)
         kind = _kind(batch)
         if self._kind is None:
             self._kind = kind

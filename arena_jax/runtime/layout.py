@@ -14,6 +14,8 @@ import numpy as np
 
 from arena_jax.compiler.problem import FROZEN, PARAMS, STATE, Problem
 from arena_jax.errors import CheckpointError
+from arena_jax.runtime.links import Links, LocalLinks
+from arena_jax.runtime.put import put
 from arena_jax.runtime.update import Slot
 
 Tree = dict[str, Any]
@@ -103,14 +105,27 @@ jax.tree_util.register_dataclass(StageState, ["params", "frozen", "state"], [])
 jax.tree_util.register_dataclass(State, ["stages", "optimizer"], ["step"])
 
 
-def to_tree(layout: Layout, state: State) -> Tree:
-    """Whole leaves by plan-independent name; leaves in pieces are joined on the host."""
+def to_tree(layout: Layout, state: State, links: Links | None = None) -> Tree:
+    """Whole leaves by plan-independent name; leaves in pieces are joined on the host.
+
+    Where stages are in several processes, the first gets everything, in host memory what comes from others;
+    the others get an empty tree.
+    """
+    links = links or LocalLinks()
     pieces: dict[str, list[tuple[int, Any]]] = {}
-    tree: Tree = {"step": np.asarray(state.step, np.int32)}
+    tree: Tree = {"step": np.asarray(state.step, np.int32)} if links.leads else {}
     for entry, array in zip(layout.entries, state.arrays, strict=True):
         if not entry.primary:
             continue
-        value = jax.random.key_data(array) if entry.is_key else array
+        assert entry.slot.stage is not None
+        here = links.here(entry.slot.stage)
+        value = jax.random.key_data(array) if entry.is_key and here else array
+        struct = _saved_struct(entry)
+        value = links.fetch(f"save {entry.name} {entry.slot.start}", value, entry.slot.stage, struct)
+        if not links.leads:
+            continue
+        if not here:
+            value = np.asarray(value)  # waits, so that one leaf is on its way at a time
         if entry.slot.start is None:
             tree[entry.name] = value
         else:
@@ -118,6 +133,13 @@ def to_tree(layout: Layout, state: State) -> Tree:
     for name, parts in pieces.items():
         tree[name] = np.concatenate([np.asarray(v) for _, v in sorted(parts, key=lambda part: part[0])])
     return tree
+
+
+def _saved_struct(entry: Entry) -> jax.ShapeDtypeStruct:
+    if not entry.is_key:
+        return jax.ShapeDtypeStruct(entry.shape, entry.dtype)
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(entry.shape, entry.dtype))
+    return jax.ShapeDtypeStruct(data.shape, data.dtype)
 
 
 def join_gradients(layout: Layout, sums: Sequence[Sequence[Any]], weight: np.ndarray) -> Tree:
@@ -142,8 +164,7 @@ def abstract_tree(layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
         if not entry.primary:
             continue
         if entry.is_key:
-            data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(entry.shape, entry.dtype))
-            tree[entry.name] = jax.ShapeDtypeStruct(data.shape, data.dtype)
+            tree[entry.name] = _saved_struct(entry)
         elif entry.slot.start is None:
             tree[entry.name] = entry.struct
         else:
@@ -152,10 +173,12 @@ def abstract_tree(layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
     return tree
 
 
-def from_tree(layout: Layout, tree: Mapping[str, Any]) -> State:
+def from_tree(layout: Layout, tree: Mapping[str, Any], links: Links | None = None) -> State:
     """Place a tree under a layout; the arrays given are neither donated nor aliased."""
+    links = links or LocalLinks()
+    entries = [e for e in layout.entries if e.slot.stage is None or links.here(e.slot.stage)]
     values = []
-    for entry in layout.entries:
+    for entry in entries:
         if entry.name not in tree:
             raise CheckpointError(
                 f"the saved state has no {entry.name!r}", hint="it was written for another model or optimizer"
@@ -167,11 +190,14 @@ def from_tree(layout: Layout, tree: Mapping[str, Any]) -> State:
         if tuple(value.shape) != entry.shape:
             raise CheckpointError(f"{entry.name}: saved shape {tuple(value.shape)}, the model has {entry.shape}")
         values.append(value)
-    return unflatten(layout, own(layout.entries, values), int(np.asarray(tree["step"])))
+    arrays = iter(own(entries, values))
+    here = {id(entry) for entry in entries}
+    spread = [next(arrays) if id(entry) in here else None for entry in layout.entries]
+    return unflatten(layout, spread, int(np.asarray(tree["step"])))
 
 
 def unflatten(layout: Layout, arrays: Sequence[Any], step: int) -> State:
-    """Arrays in the order of ``layout.entries`` as a state."""
+    """Arrays in the order of ``layout.entries`` as a state; ``None`` for those in other processes."""
     values = iter(arrays)
     stages = [
         StageState(
@@ -214,7 +240,7 @@ def _copy_chunk(entries: Sequence[Entry], values: Sequence[Any], chunk: Sequence
         values[i] if isinstance(values[i], jax.Array) or e.is_key else np.asarray(values[i], e.dtype)
         for i, e in zip(chunk, chosen, strict=True)
     ]
-    placed = jax.device_put(sources, [e.sharding for e in chosen])
+    placed = put(sources, [e.sharding for e in chosen])
     copies = jax.jit(_copy, out_shardings=[e.sharding for e in chosen])(placed)
     for i, copy in zip(chunk, copies, strict=True):
         out[i] = copy

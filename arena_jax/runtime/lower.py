@@ -17,6 +17,7 @@ from arena_jax.grid import Plan
 from arena_jax.runtime.engine import Compile, compile_here
 from arena_jax.runtime.evaluate import Evaluator
 from arena_jax.runtime.layout import Entry, Layout, StageLayout, leaf_names
+from arena_jax.runtime.links import Links
 from arena_jax.runtime.one_stage import OneStage
 from arena_jax.runtime.optimizer import check_optimizer, optimizer_owners
 from arena_jax.runtime.pipeline import Pipeline
@@ -35,6 +36,7 @@ def compile_program(
     *,
     nonfinite: str = "stop",
     whole: Trace | None = None,
+    links: Links | None = None,
 ) -> Program:
     """Compile a plan ahead of time.
 
@@ -42,6 +44,8 @@ def compile_program(
         devices: the devices of the allocation, node-major; default the first ones jax has.
         nonfinite: ``"skip"`` leaves the state unchanged by a step whose loss is not finite.
         whole: the problem's trace at the global batch, where it is at hand.
+        links: between the stages, where some are in other processes. The devices of these are stand-ins of this
+            process, on which nothing is made.
 
     Raises:
         PlanError: the plan is of another model, batch or number of layers, or against the model's annotations.
@@ -51,9 +55,9 @@ def compile_program(
     placements = place_stages(plan, devices)
     whole = whole or trace_loss(problem, 1)
     check_model(whole, plan)
-    engine, layout = make_engine(problem, plan, placements, whole, nonfinite=nonfinite)
-    evaluator = Evaluator(problem, placements, layout)
-    return Program(problem, plan, layout, engine, evaluator)
+    engine, layout = make_engine(problem, plan, placements, whole, nonfinite=nonfinite, links=links)
+    evaluator = Evaluator(problem, placements, layout, links)
+    return Program(problem, plan, layout, engine, evaluator, links)
 
 
 def make_engine(
@@ -64,6 +68,7 @@ def make_engine(
     *,
     nonfinite: str = "stop",
     compile: Compile = compile_here,
+    links: Links | None = None,
 ) -> tuple[OneStage | Pipeline, Layout]:
     """Lower and compile every program of a plan's steps.
 
@@ -93,7 +98,8 @@ def make_engine(
     num = plan.num_microbatches
     if split is None:
         return OneStage(problem, functions[0], layout, num, shards[0], skip_nonfinite=skip, compile=compile), layout
-    return Pipeline(problem, stage_graph, functions, layout, split, num, shards, compile=compile), layout
+    pipeline = Pipeline(problem, stage_graph, functions, layout, split, num, shards, compile=compile, links=links)
+    return pipeline, layout
 
 
 def _row_shards(

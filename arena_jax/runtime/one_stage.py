@@ -14,6 +14,7 @@ from arena_jax.runtime.engine import Compile, Metrics, Sums, compile_here
 from arena_jax.runtime.layout import Layout, StageState, State
 from arena_jax.runtime.optimizer import flat_update
 from arena_jax.runtime.placement import StagePlacement
+from arena_jax.runtime.put import own_rows, put, put_rows, spans_processes
 from arena_jax.runtime.row_shards import RowShards
 from arena_jax.runtime.stage_function import StageFunction, StageInputs
 
@@ -64,14 +65,30 @@ class OneStage:
 
     @cached_property
     def _consts(self) -> list[Any]:
-        return [jax.device_put(c, self._placement.replicated) for c in consts_of(self._evaluated)]
+        consts = consts_of(self._evaluated)
+        return put(consts, [self._placement.replicated] * len(consts))
 
     def compiled_text(self) -> str:
         """The compiled step as XLA prints it."""
         text: str = self._step.as_text()
         return text
 
+    @cached_property
+    def rows(self) -> np.ndarray | None:
+        """See :class:`Engine`."""
+        rows = self._problem.rows_of(self._num_microbatches)
+        for leaf, sharding in zip(self._problem.batch, self._batch_shardings, strict=True):
+            if leaf.has_rows:
+                return own_rows(sharding, self._num_microbatches, rows)
+        return None
+
     def _place(self, batch: Sequence[np.ndarray]) -> list[Any]:
+        if self.rows is not None:
+            count, rows = self._num_microbatches, self._problem.rows_of(self._num_microbatches)
+            return [
+                put_rows(a, self.rows, sharding, count, rows) if leaf.has_rows else put([a], [sharding])[0]
+                for a, leaf, sharding in zip(batch, self._problem.batch, self._batch_shardings, strict=True)
+            ]
         shaped = [self._split(a, leaf.has_rows) for a, leaf in zip(batch, self._problem.batch, strict=True)]
         placed: list[Any] = jax.device_put(shaped, self._batch_shardings)
         return placed
@@ -88,7 +105,8 @@ class OneStage:
             [e.sharding for e in entries.frozen],
             [e.sharding for e in entries.state],
             [e.sharding for e in self._layout.optimizer],
-            None,
+            # Where several processes take part, all of them read the metrics.
+            self._placement.replicated if spans_processes(self._placement.replicated) else None,
         )
         step = make_step(self._problem, function, self._num_microbatches, self._shards, skip_nonfinite=skip_nonfinite)
         jitted = jax.jit(step, donate_argnums=(0, 1, 2, 3), out_shardings=shardings)

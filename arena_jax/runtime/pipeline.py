@@ -8,8 +8,10 @@ import numpy as np
 
 from arena_jax.compiler.problem import Problem
 from arena_jax.compiler.stages import Boundary, StageGraph
+from arena_jax.errors import UsageError
 from arena_jax.runtime.engine import Compile, Metrics, Sums, compile_here
 from arena_jax.runtime.layout import Layout, StageState, State
+from arena_jax.runtime.links import Links, LocalLinks
 from arena_jax.runtime.placement import StagePlacement
 from arena_jax.runtime.row_shards import RowShards
 from arena_jax.runtime.schedule import FORWARD, one_f_one_b
@@ -20,7 +22,7 @@ from arena_jax.runtime.update_programs import UpdateRunner
 
 
 class Pipeline:
-    """Engine of a plan with several stages, all in this process."""
+    """Engine of a plan with several stages, in this process and in others as the links say."""
 
     def __init__(
         self,
@@ -33,7 +35,10 @@ class Pipeline:
         shards: Sequence[RowShards | None],
         *,
         compile: Compile = compile_here,
+        links: Links | None = None,
     ) -> None:
+        self._links: Links = links or LocalLinks()
+        self.rows: np.ndarray | None = None
         self._problem = problem
         self._functions = functions
         self._layout = layout
@@ -55,21 +60,28 @@ class Pipeline:
                 num_consumers=[len(by_var[v].consumers) for v in function.stage.sent],
                 shards=shards[s],
                 compile=compile,
+                here=self._links.here(s),
             )
             for s, function in enumerate(functions)
         ]
         self._tasks = one_f_one_b(len(functions), num_microbatches)
-        self._update = UpdateRunner(problem, stage_graph, layout, split, self._stages, num_microbatches, compile)
+        self._update = UpdateRunner(
+            problem, stage_graph, layout, split, self._stages, num_microbatches, compile, links=self._links
+        )
         trace = functions[0].trace
         self._loss_stage = next(s for s, f in enumerate(functions) if 0 in f.stage.outputs)
         sums = Sums(trace=trace)
         self._num_outputs = sums.num_outputs
-        structs = [
+        self._stage_of_total = {p: s for s, programs in enumerate(self._stages) for p in programs.positions}
+        self._total_structs = [
             jax.ShapeDtypeStruct((), trace.jaxpr.outvars[p].aval.dtype, sharding=self._home)
             for p in range(self._num_outputs)
         ]
         finish = jax.jit(lambda totals: sums.finish(totals, num_microbatches), out_shardings=self._home)
-        self._finish = compile(f"stage {self._loss_stage} finish", finish.lower(structs))
+        self._metric_structs = jax.eval_shape(finish, self._total_structs)
+        self._finish: Any = None
+        if self._links.here(self._loss_stage):
+            self._finish = compile(f"stage {self._loss_stage} finish", finish.lower(self._total_structs))
 
     @property
     def stages(self) -> Sequence[StagePrograms]:
@@ -87,6 +99,9 @@ class Pipeline:
         stages = []
         for s, programs in enumerate(self._stages):
             model_state = list(state.stages[s].state)
+            if not self._links.here(s):
+                stages.append(StageState(params=params[s], frozen=state.stages[s].frozen, state=model_state))
+                continue
             for p, value in zip(programs.roles.dependent, dependent[s], strict=True):
                 model_state[p] = value
             for p, value in zip(programs.roles.advanced, after[s], strict=True):
@@ -95,6 +110,8 @@ class Pipeline:
         return State(step=state.step + 1, stages=stages, optimizer=optimizer), metrics
 
     def gradients(self, state: State, batch: Sequence[np.ndarray]) -> tuple[list[list[Any]], Any, Metrics]:
+        if not all(self._links.here(s) for s in range(len(self._stages))):
+            raise UsageError("grad_step needs all stages in one process", hint="use a plan for one process")
         sums, totals, _, _ = self._run_schedule(state, batch)
         metrics, _, weight = self._combine(totals)
         return sums, weight, metrics
@@ -108,7 +125,10 @@ class Pipeline:
         dependent = [
             [state.stages[s].state[p] for p in programs.roles.dependent] for s, programs in enumerate(self._stages)
         ]
-        started = [programs.start() for programs in self._stages]
+        started = [
+            programs.start() if self._links.here(s) else ([None] * len(programs.gradient_shardings), [])
+            for s, programs in enumerate(self._stages)
+        ]
         gradients = [g for g, _ in started]
         totals = [t for _, t in started]
         arrived: dict[tuple[int, int, Any], Any] = {}
@@ -116,6 +136,9 @@ class Pipeline:
         kept: dict[tuple[int, int], tuple[Any, list[Any]]] = {}
         for stage, direction, m in self._tasks:
             programs = self._stages[stage]
+            if not self._links.here(stage):
+                self._pass_by(stage, direction, m, arrived, returned)
+                continue
             if direction == FORWARD:
                 pool = programs.pool(
                     state.stages[stage].params,
@@ -146,25 +169,39 @@ class Pipeline:
                 ]
                 gradients[stage], back = programs.backward(saved, inputs, cotangents, gradients[stage])
                 self._send_back(stage, m, back, returned)
-        reduced = [programs.reduced(summed) for programs, summed in zip(self._stages, gradients, strict=True)]
+        reduced = [
+            programs.reduced(summed) if self._links.here(s) else summed
+            for s, (programs, summed) in enumerate(zip(self._stages, gradients, strict=True))
+        ]
         return reduced, totals, dependent, after
 
     def _combine(self, totals: list[list[Any]]) -> tuple[Metrics, Any, Any]:
         """The step's metrics, its loss sum and its weight, where the loss is computed."""
-        by_position = {
+        by_position: dict[int, Any] = {
             p: value
             for s, programs in enumerate(self._stages)
+            if self._links.here(s)
             for p, value in zip(programs.positions, totals[s], strict=True)
         }
-        gathered = jax.device_put([by_position[p] for p in range(self._num_outputs)], self._home)
-        return self._finish(gathered), gathered[0], gathered[1]
+        order = range(self._num_outputs)
+        gathered = self._links.move_all(
+            [f"total {p}" for p in order],
+            [by_position.get(p) for p in order],
+            [self._stage_of_total[p] for p in order],
+            self._loss_stage,
+            self._total_structs,
+        )
+        structs, tree = jax.tree.flatten(self._metric_structs)
+        metrics = [None] * len(structs) if self._finish is None else jax.tree.leaves(self._finish(gathered))
+        metrics = self._links.spread("metric", metrics, self._loss_stage, structs)
+        return jax.tree.unflatten(tree, metrics), gathered[0], gathered[1]
 
     def _advance(self, state: State) -> tuple[list[list[Any]], list[list[Any]]]:
         """State of all microbatches where it depends on no data, per stage, and what it becomes."""
         stacked: list[list[Any]] = []
         after: list[list[Any]] = []
         for s, programs in enumerate(self._stages):
-            if programs.advance is None:
+            if not self._links.here(s) or programs.advance is None:
                 stacked.append([])
                 after.append([])
                 continue
@@ -178,14 +215,40 @@ class Pipeline:
     def _send(self, stage: int, m: int, sent: Sequence[Any], arrived: dict[tuple[int, int, Any], Any]) -> None:
         for var, value in zip(self._functions[stage].stage.sent, sent, strict=True):
             for consumer in self._specs.consumers[var]:
-                arrived[consumer, m, var] = jax.device_put(value, self._specs.at(var, consumer))
+                name = f"forward {self._specs.name(var)}"
+                struct = self._specs.struct(var, consumer)
+                arrived[consumer, m, var] = self._links.move(name, value, stage, consumer, struct)
 
     def _send_back(
         self, stage: int, m: int, back: Sequence[Any], returned: dict[tuple[int, Any], dict[int, Any]]
     ) -> None:
         for var, value in zip(self._functions[stage].differentiable_received, back, strict=True):
             producer = self._producer[var]
-            returned.setdefault((m, var), {})[stage] = jax.device_put(value, self._specs.at(var, producer))
+            name = f"backward {self._specs.name(var)}"
+            struct = self._specs.struct(var, producer)
+            returned.setdefault((m, var), {})[stage] = self._links.move(name, value, stage, producer, struct)
+
+    def _pass_by(
+        self,
+        stage: int,
+        direction: str,
+        m: int,
+        arrived: dict[tuple[int, int, Any], Any],
+        returned: dict[tuple[int, Any], dict[int, Any]],
+    ) -> None:
+        """The turn of a stage that is elsewhere: take what it sends here."""
+        function = self._functions[stage]
+        is_last = not function.stage.sent
+        if direction == FORWARD:
+            for var in function.stage.received:
+                arrived.pop((stage, m, var))
+            if not is_last:
+                self._send(stage, m, [None] * len(function.stage.sent), arrived)
+                return
+        else:
+            for var in function.differentiable_sent:
+                returned.pop((m, var))
+        self._send_back(stage, m, [None] * len(function.differentiable_received), returned)
 
     # The batch.
 
@@ -196,8 +259,8 @@ class Pipeline:
             for a, leaf in zip(batch, self._problem.batch, strict=True)
         ]
         return [
-            jax.device_put([shaped[i] for i in f.stage.batch_index], shardings)
-            for f, shardings in zip(self._functions, self._batch_shardings, strict=True)
+            jax.device_put([shaped[i] for i in f.stage.batch_index], shardings) if self._links.here(s) else []
+            for s, (f, shardings) in enumerate(zip(self._functions, self._batch_shardings, strict=True))
         ]
 
     def _stage_batch_shardings(self, function: StageFunction) -> list[Any]:
@@ -228,6 +291,7 @@ class _BoundaryShardings:
         self.consumers = {b.var: b.consumers for b in stage_graph.boundaries}
         self._shardings: dict[tuple[Any, int], Any] = {}
         keys = {var: f"{node.key}:{i}" for node in stage_graph.graph.nodes for i, var in enumerate(node.eqn.outvars)}
+        self._keys = keys
         rows = stage_graph.graph.trace.rows
         for boundary in stage_graph.boundaries:
             for stage in (boundary.producer, *boundary.consumers):
@@ -237,6 +301,12 @@ class _BoundaryShardings:
 
     def at(self, var: Any, stage: int) -> Any:
         return self._shardings[var, stage]
+
+    def name(self, var: Any) -> str:
+        return self._keys[var]
+
+    def struct(self, var: Any, stage: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=self.at(var, stage))
 
 
 def _boundary_sharding(boundary: Boundary, key: str, placement: StagePlacement, rows: int) -> Any:

@@ -26,6 +26,7 @@ from arena_jax.runtime.layout import (
     to_tree,
     unflatten,
 )
+from arena_jax.runtime.links import Links, LocalLinks
 from arena_jax.runtime.move import Move, Moved
 
 # Drawing parameters is a large program that runs once: compiling it well takes LLVM ten times as long.
@@ -42,7 +43,16 @@ class Program:
     ``step`` consumes the state it is given and returns a new one; nothing else is ever donated.
     """
 
-    def __init__(self, problem: Problem, plan: Plan, layout: Layout, engine: Engine, evaluator: Evaluator) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        plan: Plan,
+        layout: Layout,
+        engine: Engine,
+        evaluator: Evaluator,
+        links: Links | None = None,
+    ) -> None:
+        self._links: Links = links or LocalLinks()
         self.problem = problem
         self.plan = plan
         self._layout = layout
@@ -58,6 +68,11 @@ class Program:
     def layout(self) -> Layout:
         return self._layout
 
+    @property
+    def rows(self) -> np.ndarray | None:
+        """Numbers of the rows that this process gives to :meth:`step`; ``None`` for the whole global batch."""
+        return self._engine.rows
+
     def init(self, rngs: nnx.Rngs | int | None = None) -> State:
         """A new state, made sharded; bit-equal for every plan.
 
@@ -67,16 +82,18 @@ class Program:
         """
         if rngs is None or isinstance(rngs, int):
             rngs = nnx.Rngs(self.problem.seed if rngs is None else rngs)
-        return _initialise(self.problem, self._layout, rngs)
+        return _initialise(self.problem, self._layout, rngs, self._links)
 
     def step(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One optimizer step on a global batch. Asynchronous: metrics are arrays not yet computed.
 
+        Args:
+            batch: the global batch, or this process's :attr:`rows` of it where several processes take part.
+
         Returns:
             The new state, and ``{"loss": ..., **metrics}`` as scalar arrays.
         """
-        arrays, _ = flatten_batch(self.problem, batch)
-        return self._engine.step(state, arrays)
+        return self._engine.step(state, self._flatten(batch))
 
     def eval_step(self, state: State, batch: Any) -> Metrics:
         """Loss and metrics of the model in ``.eval()`` mode, on any number of rows; changes no state."""
@@ -93,13 +110,16 @@ class Program:
         Returns:
             ``{"params/...": gradient}`` in the accumulation dtype, whole leaves by parameter, and metrics.
         """
-        arrays, _ = flatten_batch(self.problem, batch)
-        sums, weight, metrics = self._engine.gradients(state, arrays)
+        sums, weight, metrics = self._engine.gradients(state, self._flatten(batch))
         return join_gradients(self._layout, sums, np.asarray(weight)), metrics
 
+    def _flatten(self, batch: Any) -> list[Any]:
+        arrays, _ = flatten_batch(self.problem, batch, num_rows=None if self.rows is None else len(self.rows))
+        return arrays
+
     def save_tree(self, state: State) -> Tree:
-        """Whole leaves under plan-independent names."""
-        return to_tree(self._layout, state)
+        """Whole leaves under plan-independent names; in the first process, where stages are in several."""
+        return to_tree(self._layout, state, self._links)
 
     def abstract_tree(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, dtypes and, where a leaf is one array, shardings of :meth:`save_tree`."""
@@ -107,7 +127,7 @@ class Program:
 
     def load_tree(self, tree: Tree) -> State:
         """Place a saved tree; the arrays given are neither donated nor changed."""
-        return from_tree(self._layout, tree)
+        return from_tree(self._layout, tree, self._links)
 
     def warm_up(self) -> None:
         """Run one step on zeros and forget it: what an executable sets up in its first run is then done.
@@ -165,7 +185,7 @@ class Program:
         return jax.tree.unflatten(jax.tree.structure(self.problem.optimizer_struct), leaves)
 
 
-def _initialise(problem: Problem, layout: Layout, rngs: nnx.Rngs) -> State:
+def _initialise(problem: Problem, layout: Layout, rngs: nnx.Rngs, links: Links) -> State:
     """Make every stage's entries by one program, whose results are sharded from the start."""
     graphdef, rng_state = nnx.split(rngs)
     names = leaf_names(problem)
@@ -181,6 +201,8 @@ def _initialise(problem: Problem, layout: Layout, rngs: nnx.Rngs) -> State:
 
     arrays: dict[int, Any] = {}
     for stage in range(len(layout.stages)):
+        if not links.here(stage):
+            continue
         chosen = [(i, e) for i, e in enumerate(layout.entries) if e.slot.stage == stage]
 
         def make(state: Any, chosen: list[tuple[int, Entry]] = chosen) -> list[Any]:
@@ -199,4 +221,4 @@ def _initialise(problem: Problem, layout: Layout, rngs: nnx.Rngs) -> State:
             tree = values(given)
             made = own([e for _, e in chosen], [e.cut(tree[e.name]) for _, e in chosen])
         arrays.update((i, array) for (i, _), array in zip(chosen, made, strict=True))
-    return unflatten(layout, [arrays[i] for i in range(len(layout.entries))], 0)
+    return unflatten(layout, [arrays.get(i) for i in range(len(layout.entries))], 0)

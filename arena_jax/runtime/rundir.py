@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from arena_jax.errors import CheckpointError, UsageError
-from arena_jax.runtime.checkpoint import CheckpointStore
+from arena_jax.runtime.checkpoint_info import complete_steps
 
 Resume = str | int
 """``auto``, ``never``, ``must``, or the number of completed steps to go back to."""
@@ -70,7 +70,7 @@ def open_run(path: Path, *, name: str, resume: Resume) -> RunDirectory:
     check_resume(resume)
     run = _take(path, name)
     try:
-        steps = CheckpointStore.steps_in(run.checkpoints)
+        steps = complete_steps(run.checkpoints)
         run.resume_step = _choose(steps, resume, run.checkpoints)
         if resume == "never" and steps:
             _set_aside(run, name)
@@ -98,7 +98,7 @@ def find_run(root: Path, *, name: str, resume: Resume, num_steps: int) -> RunDir
     check_resume(resume)
     if resume != "never":
         for path in _runs(root):
-            steps = CheckpointStore.steps_in(path / "checkpoints")
+            steps = complete_steps(path / "checkpoints")
             if resume == "auto" and steps and steps[-1] >= num_steps:
                 break
             if steps:

@@ -99,6 +99,9 @@ class StagePrograms:
         both: for the last stage, ``(pool, microbatch, totals, gradients) -> (dependent state, totals,
             gradients, cotangents of received)``.
         kept_structs: what one microbatch's forward program keeps for its backward program.
+
+    A stage that is not ``here`` has no programs, only ``function``, ``layout``, ``roles``, ``positions`` and
+    the shardings and structs of its gradients.
     """
 
     def __init__(
@@ -114,6 +117,8 @@ class StagePrograms:
         num_consumers: Sequence[int],
         shards: RowShards | None = None,
         compile: Compile = compile_here,
+        *,
+        here: bool = True,
     ) -> None:
         self.function = function
         self.layout = layout
@@ -139,6 +144,8 @@ class StagePrograms:
             jax.ShapeDtypeStruct((*lead, *e.shape), problem.accumulation_dtype(e.dtype), sharding=s)
             for e, s in zip(layout.params, self._summed_shardings, strict=True)
         ]
+        if not here:
+            return
         self._totals_structs = [
             jax.ShapeDtypeStruct((), trace.jaxpr.outvars[p].aval.dtype, sharding=placement.replicated)
             for p in self.positions

@@ -36,6 +36,7 @@ from arena_jax.runtime.feed import Feed
 from arena_jax.runtime.journal import Journal
 from arena_jax.runtime.metrics import EvalMean, InFlight, StepRecord, is_bad, num_rows
 from arena_jax.runtime.move import Moved
+from arena_jax.runtime.peers import Peers
 from arena_jax.runtime.scheduler_line import SchedulerLine
 from arena_jax.runtime.signals import StopSignals
 
@@ -60,6 +61,7 @@ class Trainer:
         warm: fills the caches before ``recompile``, in another process.
         elsewhere: how to follow it to devices that this process does not have; ``None`` where it cannot.
         signals: whose signal ends the run; may be entered already.
+        peers: the other processes of a job that spans several; all of them run such a loop. ``None`` for one.
     """
 
     def __init__(
@@ -77,7 +79,10 @@ class Trainer:
         warm: Warm | None = None,
         elsewhere: Elsewhere | None = None,
         signals: StopSignals | None = None,
+        peers: Peers | None = None,
     ) -> None:
+        self._peers = peers
+        self._due: Due | None = None
         self._compiled = compiled
         self._feed = feed
         self._options = options
@@ -145,9 +150,9 @@ class Trainer:
         options = self._options
         while True:
             self._log_saves([] if self._store is None else self._store.poll())
-            if signals.received is not None:
-                return "interrupted" if signals.received == signal.SIGINT else "terminated"
-            reason = self._obey(signals)
+            reason = self._stopped_by(signals) if self._peers is None else self._agree(signals, self._peers)
+            if reason is None and self._peers is None:
+                reason = self._obey(signals)
             if reason is not None:
                 return reason
             if self._step >= options.num_steps:
@@ -167,10 +172,10 @@ class Trainer:
                 self._save()
 
     def _end(self, reason: StopReason) -> None:
-        if reason == "relaunch":  # the state is handed over; a save here would come twice
+        if reason in ("relaunch", "paused"):  # the state is handed over; a save here would come twice
             if self._store is not None:
                 self._log_saves(self._store.wait())
-            self._report("moving")
+            self._report("moving" if reason == "relaunch" else "paused")
             return
         self._changes.drop("the run ended before its plan was compiled")
         if reason == "done" and self._options.eval_every and self._history:
@@ -272,6 +277,55 @@ class Trainer:
 
     # The scheduler
 
+    def _stopped_by(self, signals: StopSignals) -> StopReason | None:
+        if signals.received is None:
+            return None
+        return "interrupted" if signals.received == signal.SIGINT else "terminated"
+
+    def _agree(self, signals: StopSignals, peers: Peers) -> StopReason | None:
+        """What all processes of the job do at this boundary; they change plans by leaving for other processes."""
+        wish = self._wish(signals) if peers.leads else None
+        recent = self._history[-1].step_time_s if self._history else 0.0
+        decision: Any = peers.at_boundary(self._step, wish, step_time_s=recent)
+        if decision not in ("relaunch", "paused"):
+            return decision  # type: ignore[no-any-return]  # a wish of ours or of the leader's
+        self._drain()
+        due, self._due = self._due, None
+        if due is not None:
+            assert isinstance(due.compiled, Rehearsed)
+            return self._leave(due, due.compiled, None)
+        assert self._elsewhere is not None
+        program = self._compiled.program
+        try:
+            self._elsewhere.hand_over(
+                None, program.save_tree(self._state), self._describe(self._step, program, self._feed.position())
+            )
+        except Exception as error:
+            self._journal.warn(f"cannot pause: {error}")
+            self._inflight.restart_clock()
+            return None
+        if decision == "paused":
+            self._journal.emit("pause", step=self._step, asked=self._changes.pending is None)
+        return decision  # type: ignore[no-any-return]
+
+    def _wish(self, signals: StopSignals) -> StopReason | None:
+        """What the leader wants, of signals and scheduler; it takes effect a few steps later."""
+        if self._peers is not None and self._peers.deciding:  # one at a time
+            return None
+        self._prepare_ahead()
+        while True:
+            reason = self._stopped_by(signals) or self._ask(signals)
+            if reason is not None:
+                return reason
+            self._due = self._changes.due(self._compiled, self._devices)
+            if self._due is not None:
+                return "relaunch"
+            if self._changes.overdue(self._margin_s()):
+                return "paused"
+            if not self._changes.must_wait:
+                return None
+            self._changes.wait(_PAUSE_POLL_S)
+
     def _obey(self, signals: StopSignals) -> StopReason | None:
         """Ask the hook what is wanted at this boundary, and do what can be done at it."""
         self._prepare_ahead()
@@ -301,7 +355,12 @@ class Trainer:
             return "stopped"
         if isinstance(request.target, Pause):
             self._changes.drop()
-            return self._pause(signals, asked=True)
+            if self._peers is None:
+                return self._pause(signals, asked=True)
+            if self._elsewhere is not None:
+                return "paused"
+            self._scheduler.refuse("cannot pause: nothing watches over this job that could start it again")
+            return None
         before = self._changes.pending
         self._changes.want(request, self._compiled, self._devices)
         if self._changes.pending not in (None, before):

@@ -12,6 +12,7 @@ from arena_jax.compiler.problem import Problem
 from arena_jax.compiler.stages import StageGraph
 from arena_jax.runtime.engine import Compile, compile_here
 from arena_jax.runtime.layout import Layout, State
+from arena_jax.runtime.links import Links
 from arena_jax.runtime.stage_programs import StagePrograms
 from arena_jax.runtime.update import Slot, SplitUpdate, UpdateProgram, Value
 
@@ -30,13 +31,17 @@ class UpdateRunner:
         stages: Sequence[StagePrograms],
         num_microbatches: int,
         compile: Compile = compile_here,
+        *,
+        links: Links,
     ) -> None:
+        self._links = links
         self._layout = layout
         self._split = split
         self._stages = stages
         self._unit_of = [
             [_parameter_key(stage_graph, var, split) for var in stage.params] for stage in stage_graph.stages
         ]
+        self._moves = {target: f"update {n}" for n, (_, _, target) in enumerate(split.transfers)}
         self._optimizer_keys = _optimizer_keys(split, len(stages))
         self._placements = [s.function.placement for s in stages]
         self._weight = np.asarray(num_microbatches, stage_graph.graph.trace.jaxpr.outvars[1].aval.dtype)
@@ -55,6 +60,9 @@ class UpdateRunner:
         inputs = self._inputs(state, gradients, weight, loss)
         for program, compiled in self._compiled:
             self._receive(program.inputs, program.stage, arrays, inputs)
+            if compiled is None:
+                arrays.update(((v, program.stage), None) for v in program.outputs)
+                continue
             values = [self._input(v, program.stage, arrays, inputs) for v in program.inputs]
             outs = compiled(*values)
             arrays.update(((v, program.stage), x) for v, x in zip(program.outputs, outs, strict=True))
@@ -65,7 +73,9 @@ class UpdateRunner:
             for position, key in enumerate(keys):
                 new = results[key]
                 if key[2].stage != s:
-                    new = jax.device_put(new, self._layout.stages[s].params[position].sharding)
+                    entry = self._layout.stages[s].params[position]
+                    assert key[2].stage is not None
+                    new = self._links.move(f"tied {entry.name} {s}", new, key[2].stage, s, entry.struct)
                 row.append(new)
             params.append(row)
         return params, [results[key] for key in self._optimizer_keys]
@@ -81,8 +91,11 @@ class UpdateRunner:
                     inputs[gradient_key] = gradient
                 else:
                     # A tied parameter: its first user owns it, the others' gradients come to it.
-                    moved = jax.device_put(gradient, inputs[gradient_key].sharding)
-                    inputs[gradient_key] = self._adders[key](inputs[gradient_key], moved)
+                    assert key[2].stage is not None
+                    struct = self._gradient_struct(key)
+                    moved = self._links.move(f"gradient {key[1:]} {s}", gradient, s, key[2].stage, struct)
+                    if moved is not None:
+                        inputs[gradient_key] = self._adders[key](inputs[gradient_key], moved)
         inputs.update(zip(self._optimizer_keys, state.optimizer, strict=True))
         for value in self._wanted_inputs:
             kind, _, slot = value.input_key
@@ -116,7 +129,13 @@ class UpdateRunner:
             (source,) = value.maker.inputs
             assert source.stage is not None
             sources.append(self._input(source, source.stage, arrays, inputs))
-        copies = jax.device_put(sources, [self._transferred[v] for v in missing])
+        copies = self._links.move_all(
+            [self._moves[v] for v in missing],
+            sources,
+            [v.maker.inputs[0].stage or 0 for v in missing if v.maker is not None],
+            stage,
+            [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self._transferred[v]) for v in missing],
+        )
         arrays.update(((v, stage), x) for v, x in zip(missing, copies, strict=True))
 
     def _result(self, value: Value, key: Key, arrays: dict[tuple[Value, int], Any], inputs: dict[Key, Any]) -> Any:
@@ -148,7 +167,7 @@ class UpdateRunner:
                 jax.jit(jnp.add, donate_argnums=0, out_shardings=struct.sharding).lower(struct, struct),
             )
             for key, struct in owned.items()
-            if key in tied
+            if key in tied and self._links.here(key[2].stage or 0)
         }
 
     def _compile(self, compile: Compile) -> list[tuple[UpdateProgram, Any]]:
@@ -168,8 +187,11 @@ class UpdateRunner:
             sharding = wanted.get(target, self._placements[target.stage].replicated)
             self._transferred[target] = shardings[target, target.stage] = sharding
             kept.add(source)
-        compiled = []
+        compiled: list[tuple[UpdateProgram, Any]] = []
         for program in self._split.programs:
+            if not self._links.here(program.stage):
+                compiled.append((program, None))
+                continue
             structs, donated = [], []
             for i, value in enumerate(program.inputs):
                 if value.input_key is not None:
@@ -197,6 +219,15 @@ class UpdateRunner:
                 shardings[value, program.stage] = sharding
             compiled.append((program, done))
         return compiled
+
+    def _gradient_struct(self, key: Key) -> jax.ShapeDtypeStruct:
+        """Of the gradient of a parameter at its home."""
+        assert key[2].stage is not None
+        home = self._stages[key[2].stage]
+        position = self._unit_of[key[2].stage].index(key)
+        dtype = home.gradient_structs[position].dtype
+        sharding = home.gradient_shardings[position]
+        return jax.ShapeDtypeStruct(home.layout.params[position].shape, dtype, sharding=sharding)
 
     def _known_shardings(self) -> dict[Key, Any]:
         known: dict[Key, Any] = {}
