@@ -154,21 +154,14 @@ class UpdateRunner:
 
         Compiled now: a jit would compile in the first step.
         """
-        owned, tied = {}, set()
-        for s, keys in enumerate(self._unit_of):
-            for key, struct in zip(keys, self._stages[s].gradient_structs, strict=True):
-                if key[2].stage == s:
-                    owned[key] = struct
-                else:
-                    tied.add(key)
-        return {
-            key: compile(
-                f"stage {key[2].stage} add",
-                jax.jit(jnp.add, donate_argnums=0, out_shardings=struct.sharding).lower(struct, struct),
-            )
-            for key, struct in owned.items()
-            if key in tied and self._links.here(key[2].stage or 0)
-        }
+        tied = dict.fromkeys(key for s, keys in enumerate(self._unit_of) for key in keys if key[2].stage != s)
+        adders = {}
+        for key in tied:
+            if self._links.here(key[2].stage or 0):
+                struct = self._gradient_struct(key)
+                lowered = jax.jit(jnp.add, donate_argnums=0, out_shardings=struct.sharding).lower(struct, struct)
+                adders[key] = compile(f"stage {key[2].stage} add", lowered)
+        return adders
 
     def _compile(self, compile: Compile) -> list[tuple[UpdateProgram, Any]]:
         shardings: dict[tuple[Value, int], Any] = {}
