@@ -161,7 +161,7 @@ class Group:
             if child.ended is not None:
                 continue
             child.silent_s += tick_s if child.has_spoken else 0.0  # Python itself starts slowly at times
-            child.stuck_s += tick_s
+            child.stuck_s += tick_s if self.going else 0.0
             if child.silent_s > SILENT_S:
                 return f"process {child.rank} gave no sign of life for {SILENT_S:.0f} s"
             if child.stuck_s > STUCK_S:

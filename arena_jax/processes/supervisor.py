@@ -323,16 +323,22 @@ class Supervisor:
             self._next = message["relaunch"]
         elif say == "end":
             child.ended = message
-            if child is group.leader:
+            if message.get("error"):
+                self._failed(group, message)
+            elif child is group.leader:
                 self._leader_ended(group, message)
-            elif message.get("error"):
-                self._end(message["code"], error=message["error"], hint=message.get("hint", ""))
+
+    def _failed(self, group: Group, message: Message) -> None:
+        """An error that starting anew would not mend; a plan that never ran gives way to the one before it."""
+        if not group.going and self._proven is not None and self._proven.plan != group.plan:
+            self._num_deaths = _MOST_DEATHS_OF_NEW
+            self._lost(group, message["error"])
+        else:
+            self._end(message["code"], error=message["error"], hint=message.get("hint", ""))
 
     def _leader_ended(self, group: Group, message: Message) -> None:
         reason = message.get("stop_reason")
-        if message.get("error"):
-            self._end(message["code"], error=message["error"], hint=message.get("hint", ""))
-        elif reason in ("relaunch", "paused"):
+        if reason in ("relaunch", "paused"):
             self._drop(group)
             self._arrival = None
             if self._signals.received is not None:
