@@ -3,7 +3,7 @@
 Process 0 leads: it alone hears signals and the scheduler, and writes logs. What it decides must come into
 effect at the same step everywhere, although steps are dispatched ahead and processes are never quite at the same
 place. So it gives out *leases*: "up to step N, go on without asking". A decision takes effect where the lease
-that is out ends. A lease covers about half a second of steps, which bounds both the delay of a decision
+that is out ends. A lease covers about a quarter of a second of steps, which bounds both the delay of a decision
 and the traffic.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from arena_jax.errors import EXIT_RESUMABLE, ArenaError
 
 # Seconds of steps that a lease covers, and the most steps.
-_LEASE_S = 0.5
-_MOST_STEPS = 64
+_LEASE_S = 0.25
+_MOST_STEPS = 16
 # Seconds without a word of a peer, when it may be evaluating or compiling, before it counts as lost.
 _SILENCE_S = 900.0
 _SLICE_S = 10.0
