@@ -9,6 +9,7 @@ the next step.
 
 import argparse
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -106,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ["ARENA_JAX_HOME"] = str(Path(folder) / "home")
         for name, ahead in (("cold cache, ahead", True), ("warm cache, ahead", True), ("warm cache, after", False)):
             rounds[name] = tour(Path(folder) / name.replace(" ", "-"), ahead=ahead, steps=options.steps)
+            print(name, rounds[name], file=sys.stderr, flush=True)
     rows = [
         (name, f"{c['from']} -> {c['to']}", *(f"{c[k]:.1f}" for k in ("background_s", "downtime_s", "first_step_s")))
         for name, changes in rounds.items()
