@@ -199,7 +199,7 @@ def read(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def resize(allocation: str) -> dict[str, Any]:
+def resize(allocation: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Seconds of planning and compiling gpt_tiny for an allocation, pruned by the grid and not; nothing cached."""
     import jax
 
@@ -211,7 +211,7 @@ def resize(allocation: str) -> dict[str, Any]:
 
     start_jax(NUM_DEVICES)
     jax.config.update("jax_enable_compilation_cache", False)
-    job = build(load_recipe("gpt_tiny", ()))
+    job = build(load_recipe("gpt_tiny", overrides))
     target = Allocation.parse(allocation)
 
     def timed(do: Any) -> tuple[Any, dict[str, float]]:
@@ -236,6 +236,7 @@ def resize(allocation: str) -> dict[str, Any]:
     _, planned_all = timed(lambda planner: planner.search(target))
     return {
         "allocation": allocation,
+        "overrides": list(overrides),
         "grid": str(grid),
         "grids": len(rows),
         "pruned": pruned,
@@ -265,6 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--recipe", choices=sorted(TASKS), help="only this one; the others' results stay")
     parser.add_argument("--measure", choices=sorted(TASKS), help=argparse.SUPPRESS)
     parser.add_argument("--no-restart", action="store_true", help="leave out checkpoint and restart")
+    parser.add_argument("--override", action="append", default=[], help="of gpt_tiny at a --resize, like a recipe's")
     parser.add_argument("--limit", type=float, default=1e6, help="seconds after which a recipe changes no more")
     parser.add_argument("--resize", metavar="ALLOCATION", help="only planning and compiling at a resize to it")
     options = parser.parse_args(argv)
@@ -273,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     results = _earlier()
     if options.resize or not options.recipe:
-        results["resize"] = resize(options.resize or "cpu:4")
+        results["resize"] = resize(options.resize or "cpu:4", options.override)
     names = [] if options.resize else [options.recipe] if options.recipe else list(TASKS)
     for name in names:
         with tempfile.TemporaryDirectory() as home:  # empty caches
@@ -359,9 +361,10 @@ def report(results: dict[str, Any]) -> None:
 def _resize_note(found: dict[str, Any]) -> str:
     few, every = found["pruned"], found["unpruned"]
     plan, plan_all = found["planning_pruned"], found["planning_unpruned"]
+    changed = "".join(f" {override}" for override in found["overrides"])
     return (
-        f"gpt_tiny, resize to {found['allocation']}: planning and compiling {few['wall_s']:.1f} s with the grid "
-        f"({found['grid']}) given, {every['wall_s']:.1f} s without ({found['grids']} grids), "
+        f"gpt_tiny{changed}, resize to {found['allocation']}: planning and compiling {few['wall_s']:.1f} s with the "
+        f"grid ({found['grid']}) given, {every['wall_s']:.1f} s without ({found['grids']} grids), "
         f"{every['wall_s'] / few['wall_s']:.1f} times (processor time {few['cpu_s']:.1f} s and {every['cpu_s']:.1f} s, "
         f"{every['cpu_s'] / few['cpu_s']:.1f} times); planning alone {plan['wall_s']:.1f} s and "
         f"{plan_all['wall_s']:.1f} s;"
