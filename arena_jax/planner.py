@@ -15,7 +15,7 @@ from arena_jax.compiler.search import PINNED
 from arena_jax.compiler.stored import StoredSearch
 from arena_jax.device_type import ENV_TYPE, cpu_type
 from arena_jax.errors import ArenaError, InfeasibleError, UsageError
-from arena_jax.grid import CATALOGUE, Allocation, GridShape, IndexRow, Plan, PlanIndex, PlanStore
+from arena_jax.grid import CATALOGUE, Allocation, Estimate, GridShape, IndexRow, Plan, PlanIndex, PlanStore
 from arena_jax.recipe.schema import PlanSection
 from arena_jax.runtime.contract import Compiled
 from arena_jax.runtime.links import Links
@@ -56,6 +56,7 @@ class Candidate:
     plan: Plan
     estimated_step_time_s: float | None = None
     engine: str = ""
+    estimate: Estimate | None = None
 
 
 class Planner:
@@ -202,8 +203,8 @@ def remedy(index: PlanIndex) -> str:
 def candidate_of(row: IndexRow) -> Candidate:
     """A feasible row as a candidate."""
     assert row.plan is not None
-    estimate = None if row.estimate is None else row.estimate.step_time_s
-    return Candidate(plan=row.plan, estimated_step_time_s=estimate, engine=row.engine)
+    step_time_s = None if row.estimate is None else row.estimate.step_time_s
+    return Candidate(plan=row.plan, estimated_step_time_s=step_time_s, engine=row.engine, estimate=row.estimate)
 
 
 def candidate_rows(index: PlanIndex, chosen: Plan | None) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import jax
 
+from arena_jax.compiler.taught import keep_run
 from arena_jax.errors import CheckpointError, DataError, NonFiniteLossError
 from arena_jax.events import EventLog
 from arena_jax.grid import Allocation, GridShape, Plan, PlanIndex, SchedulerHook, parse_target, plan_difference
@@ -249,7 +250,11 @@ def _run(
     state = _initial_state(training, program, source, info)
     signals.check("initialising")
     if note is None and resumption is None:
-        return trainer.run(state, first_step=first_step)
+        outcome = trainer.run(state, first_step=first_step)
+        if not outcome.swaps:
+            # The first step of a process is slower than the plan is.
+            keep_run(program.plan, candidate.estimate, [record.step_time_s for record in outcome.history[1:]])
+        return outcome
     jax.block_until_ready(state)
     if resumption is not None:
         return trainer.run(state, first_step=first_step, arrival=_resumed(resumption, journal, first_step))

@@ -25,15 +25,16 @@ def command() -> None:
 @console.recipe_arguments
 @click.option("--on", "specs", multiple=True, required=True, metavar="SPEC", help="Allocation to profile for (cpu:8).")
 @click.option(
-    "--budget", type=click.FloatRange(min=0), metavar="SECONDS", help="Stop after this; dearest pieces first."
+    "--budget", type=click.FloatRange(min=0), metavar="SECONDS", help="Stop after this; most telling pieces first."
 )
 @console.json_option
 def run(recipe: str, overrides: tuple[str, ...], specs: tuple[str, ...], budget: float | None, as_json: bool) -> None:
-    """Time on one device the products that the candidate plans of RECIPE run, at their local shapes.
+    """Time the pieces that the candidate plans of RECIPE are made of, on one device.
 
-    What is known is not timed again, so that an interrupted run goes on and a second recipe pays for
-    its new pieces only. On a CPU the process is pinned to the share of the cores that one of the
-    virtual devices has.
+    These are every unlike layer's forward and backward pass and its optimizer update, at the sizes
+    that one device has of them, and once for a machine its collectives and transfers. What is known is
+    not timed again, so that an interrupted run goes on and a second recipe pays for its new pieces
+    only. On a CPU, pieces run on the share of the cores that one of the virtual devices has.
     """
     from arena_jax.recipe import load_recipe
 
@@ -49,16 +50,21 @@ def run(recipe: str, overrides: tuple[str, ...], specs: tuple[str, ...], budget:
     shares_cores = on_cpu and threads is None
     if shares_cores and len(numbers) > 1:
         raise UsageError("devices that share a CPU differ with their number", hint="one run for each number")
-    slowdown = _pin(next(iter(numbers)), threads) if on_cpu else 1.0
+    num_devices = max(numbers)
     started = time.perf_counter()
+    if on_cpu:
+        from arena_jax.device_type import ensure_node_rates
+
+        ensure_node_rates()  # in a process of its own: of the whole node, before jax starts here
+        os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(max(num_devices, loaded.cpu_devices)))
     from arena_jax.cli.plan import start_jax
 
     if on_cpu:
         start_jax()
-    from arena_jax.compiler import plan_problem
     from arena_jax.compiler.analysis import analyse
     from arena_jax.compiler.cost import hardware_of
-    from arena_jax.compiler.profiler import pieces_of, profile
+    from arena_jax.compiler.pieces import pieces_of
+    from arena_jax.compiler.profiler import profile
     from arena_jax.job import build
     from arena_jax.planner import constraints_of
 
@@ -66,34 +72,43 @@ def run(recipe: str, overrides: tuple[str, ...], specs: tuple[str, ...], budget:
         _check_device(device_type)
     job = build(loaded)
     problem = job.problem()
-    analysis = analyse(problem)
-    console.note("searching the candidate plans")
-    index = plan_problem(
-        problem,
+    store = _store()
+    console.note("finding the pieces of the candidate plans")
+    pieces = pieces_of(
+        analyse(problem),
         targets,
+        hardware_of,
         constraints=constraints_of(loaded.plan),
         num_microbatches=loaded.plan.num_microbatches,
-        analysis=analysis,
     )
-    store = _store()
     outcome = profile(
-        pieces_of(analysis, index, hardware_of),
-        hardware_of(_allocation(targets[0])),
+        pieces,
+        problem,
+        device_type,
         store,
-        devices=next(iter(numbers)) if shares_cores else None,
-        slowdown=slowdown,
+        num_devices=num_devices,
+        threads=threads,
         budget_s=budget,
         progress=_progress,
     )
     console.note(
         f"{counted(outcome.timed, 'piece')} timed, {outcome.known} known before"
+        + (f", {outcome.refused} without a program of their own" if outcome.refused else "")
         + (f", {outcome.left} left for another run" if outcome.left else "")
-        + f"; {outcome.device_s:.1f} s on the device"
+        + f"; {outcome.device_s:.1f} s on devices"
     )
     if as_json:
-        mine = [_row(p) for p in store.profiles(device_type)]
         wall_s = time.perf_counter() - started
-        console.emit_json({"entries": mine, "device_seconds": outcome.device_s, "wall_s": wall_s})
+        console.emit_json(
+            {
+                "entries": [_row(p) for p in store.profiles(device_type)],
+                "timed": outcome.timed,
+                "known": outcome.known,
+                "left": outcome.left,
+                "device_seconds": outcome.device_s,
+                "wall_s": wall_s,
+            }
+        )
 
 
 @command.command("ls")
@@ -121,15 +136,19 @@ def ls(as_json: bool) -> None:
 @click.argument("device_type", metavar="TYPE")
 @console.json_option
 def show(device_type: str, as_json: bool) -> None:
-    """Show what is known of a device TYPE: factors on the cost model, and every piece."""
+    """Show what is known of a device TYPE: factors on the cost model, what runs taught, and every piece."""
     name = CATALOGUE.canonical(device_type)
     store = _store()
-    found, factors = store.profiles(name), store.corrections(name)
+    found, factors, bias = store.profiles(name), store.corrections(name), store.bias(name)
     if as_json:
-        console.emit_json({"entries": [_row(p) for p in found], "corrections": factors})
+        console.emit_json({"entries": [_row(p) for p in found], "corrections": factors, "bias": bias})
         return
     for kind, factor in sorted(factors.items()):
         console.data(f"{name}: {kind} takes {factor:.2f} of what is computed")
+    for estimate, learnt in bias.items():
+        for cause, factor in sorted(learnt.items()):
+            part = cause.removesuffix("_s").replace("_", " ")
+            console.data(f"{name}: runs take {factor:.2f} of the {part} in {estimate} estimates")
     for line in _lines(found):
         console.data(line)
     if not found:
@@ -210,21 +229,6 @@ def _check_device(device_type: str) -> None:
         )
 
 
-def _pin(num_devices: int, threads: int | None) -> float:
-    """Keep this process on the cores that one of the devices has; how much slower a device is than that."""
-    from arena_jax.device_type import ensure_node_rates
-
-    ensure_node_rates()  # what the whole node does has to be measured unpinned
-    cores = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cores) // num_devices) if threads is None else threads
-    os.sched_setaffinity(0, cores[:share])
-    return max(1.0, num_devices / len(cores)) if threads is None else max(1.0, threads / len(cores))
-
-
-def _allocation(target: Allocation | GridShape) -> Allocation:
-    return target if isinstance(target, Allocation) else target.allocation
-
-
 def _progress(done: int, total: int, left_s: float) -> None:
     console.note(f"  {done} of {total} pieces, about {left_s:.0f} s left")
 
@@ -245,7 +249,10 @@ def _row(profile: Profile) -> dict[str, Any]:
 
 def _lines(found: Sequence[Profile]) -> Iterator[str]:
     for p in found:
-        what = ", ".join(f"{k} {'x'.join(map(str, v)) if isinstance(v, list) else v}" for k, v in p.piece.items())
+        shown = {k: v for k, v in p.piece.items() if k != "like"}
+        if p.environment.get("cores") is not None:
+            shown["cores"] = p.environment["cores"]
+        what = ", ".join(f"{k} {'x'.join(map(str, v)) if isinstance(v, list) else v}" for k, v in shown.items())
         factor = p.seconds / p.computed_s
         line = f"{p.kind:10}  {1e3 * p.seconds:9.3f} ms  x {factor:4.2f}  +-{100 * p.noise:3.0f}%  {what}"
         yield from wrap(line, console.width(), subsequent_indent=" " * 12)

@@ -8,6 +8,7 @@ from arena_jax.compiler.cost import Hardware
 from arena_jax.compiler.coupling import couples_samples
 from arena_jax.compiler.engines import Engine, engine
 from arena_jax.compiler.graph import Graph, build_graph
+from arena_jax.compiler.layer_programs import LayerPrograms
 from arena_jax.compiler.layers import Layers, find_layers
 from arena_jax.compiler.prices import prices_of
 from arena_jax.compiler.problem import Problem
@@ -64,6 +65,11 @@ class Analysis:
     _meshes: dict[object, tuple[MeshCost, ...]] = field(default_factory=dict)
 
     @cached_property
+    def programs(self) -> LayerPrograms:
+        """The layers as programs of one device."""
+        return LayerPrograms(self.problem, self.trace, self.graph, self.layers, self.shardings)
+
+    @cached_property
     def ratios(self) -> StateRatios:
         return state_ratios(self.problem)
 
@@ -112,6 +118,7 @@ class Analysis:
                     ratios,
                     self.layers,
                     row_shards=self.row_shards,
+                    programs=self.programs,
                 )
                 for i, found in enumerate(shardings)
                 if all(found.specs != other.specs or found.parameters != other.parameters for other in shardings[:i])

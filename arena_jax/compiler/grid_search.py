@@ -1,22 +1,24 @@
 """The best plan of one grid at one number of microbatches, or why none fits."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from arena_jax.compiler.analysis import Analysis, Constraints
 from arena_jax.compiler.cost import Hardware, transfer_s
+from arena_jax.compiler.cost.cores import share_of_cores
 from arena_jax.compiler.engines import engine
 from arena_jax.compiler.flops import jaxpr_flops
 from arena_jax.compiler.inter import Costs, StageChoice, best_stages, least_memory
 from arena_jax.compiler.problem import PARAMS
+from arena_jax.compiler.shared_cores import SharedStage, pipeline_s
 from arena_jax.compiler.stage_cost import MeshCost, Option
 from arena_jax.compiler.stage_facts import stage_facts
 from arena_jax.compiler.stage_plan import make_plan
-from arena_jax.errors import counted
-from arena_jax.grid import Estimate, GridShape, IndexRow, StageEstimate, Submesh, logical_meshes, tilings
+from arena_jax.errors import PlanError, counted
+from arena_jax.grid import Estimate, GridShape, IndexRow, Plan, StageEstimate, Submesh, logical_meshes, tilings
 
 # Ends the reason of a grid with more stages than the model has layers.
 FEWER = "fewer than stages"
@@ -48,6 +50,25 @@ def plan_grid(
         engine=solver.name,
         objectives=found.objectives,
     )
+
+
+def estimate_plan(analysis: Analysis, plan: Plan, hardware: Hardware) -> Estimate:
+    """What the cost model says of a plan that was not searched just now; its specs are taken to be the search's.
+
+    Raises:
+        PlanError: the plan is of another number of layers.
+    """
+    if plan.stages[-1].layers[1] != analysis.layers.num_layers - 1:
+        raise PlanError(f"the plan has other layers than the model, which has {analysis.layers.num_layers}")
+    search = GridSearch(analysis, plan.grid, hardware, Constraints(), plan.num_microbatches)
+    stages = []
+    for stage in plan.stages:
+        mesh = analysis.meshes(hardware, stage.submesh, stage.dp, stage.tp, search.solver)[0]
+        options = search.options.setdefault(stage.submesh, [])
+        options.append((mesh, Option(zero=stage.zero, remat=stage.remat)))
+        first, last = stage.layers
+        stages.append(StageChoice(first=first, last=last, submesh=stage.submesh, option=len(options) - 1))
+    return search.estimate(stages)
 
 
 def _row(grid: GridShape, num_microbatches: int, reason: str, least_memory_bytes: int | None = None) -> IndexRow:
@@ -210,17 +231,22 @@ class GridSearch:
 
     def estimate(self, stages: Sequence[StageChoice]) -> Estimate:
         facts = [self._stage_facts(i, s, len(stages)) for i, s in enumerate(stages)]
-        weights = [self._weight(s.submesh) for s in stages]
         times = [f.time_s for f in facts]
-        if not self.shares_cores:
-            weights[int(np.argmax(times))] += self._m - 1
-        boundary = self.boundary_s()
-        breakdown = {
+        weights = self._weights(stages, times)
+        parts = {
             "compute_s": sum(w * f.compute_s for w, f in zip(weights, facts, strict=True)),
             "communication_s": sum(w * f.communication_s for w, f in zip(weights, facts, strict=True)),
-            "boundary_s": float(sum(boundary[s.first] for s in stages[1:])),
-            "gradients_and_update_s": self._update_s(stages, facts),
+            "boundary_s": self._boundaries_s(stages) * self._boundary_factor,
         }
+        if len(stages) == 1 and self._m > 1:
+            mesh, option = self.options[stages[0].submesh][stages[0].option]
+            once = mesh.fresh_memory_s(self._m, option, (stages[0].first, stages[0].last))
+            parts["compute_s"] -= (self._m - 1) * once
+        if self._is_pool:
+            # What stages wait for each other is shared out over what they do.
+            waiting = self._pooled_s(stages, facts) / max(sum(parts.values()), 1e-30)
+            parts = {cause: seconds * waiting for cause, seconds in parts.items()}
+        breakdown = parts | {"gradients_and_update_s": self._update_s(stages, facts)}
         step_time_s = sum(breakdown.values())
         return Estimate(
             step_time_s=step_time_s,
@@ -229,19 +255,87 @@ class GridSearch:
             stages=tuple(facts),
             flops=3 * jaxpr_flops(self._analysis.trace.jaxpr),
             imbalance=max(times) / (sum(times) / len(times)),
-            measured_share=sum(self._measured_s(s) for s in stages) / max(sum(times), 1e-30),
+            measured_share=self._measured_share(stages, facts, breakdown),
             breakdown=breakdown,
         )
 
+    @property
+    def _is_pool(self) -> bool:
+        """Whether stages are shares of one pool of cores, so that none of these is idle while one stage waits."""
+        return self._hardware.shares_cores and self._grid.num_stages > 1
+
+    def _weights(self, stages: Sequence[StageChoice], times: Sequence[float]) -> list[float]:
+        """How often a microbatch of each stage counts in the step."""
+        if self._is_pool:
+            return [self._m * s.submesh.num_devices / self._grid.num_devices for s in stages]
+        weights = [1.0] * len(stages)
+        weights[int(np.argmax(times))] += self._m - 1
+        return weights
+
+    def _boundaries_s(self, stages: Sequence[StageChoice]) -> float:
+        if self._is_pool:
+            crossing = [self._transfer_s(self._analysis.layers.live_bytes[s.first]) for s in stages[1:]]
+            issued = 2 * len(stages) - 1
+            return self._m * (2 * sum(crossing) + issued * self._hardware.dispatch_s) * self._alone_share
+        boundary = self.boundary_s()
+        return float(sum(boundary[s.first] for s in stages[1:]))
+
+    @property
+    def _alone_share(self) -> float:
+        """Part of the pool that one thread at work takes."""
+        return share_of_cores(self._grid.num_devices)[1] / self._grid.num_devices
+
+    @property
+    def _boundary_factor(self) -> float:
+        likes = self._hardware.pieces.likes
+        measured = bool(likes) and any(like in likes for like in self._analysis.programs.likes())
+        return self._hardware.learnt("boundary_s", measured=measured)
+
+    def _pooled_s(self, stages: Sequence[StageChoice], facts: Sequence[StageEstimate]) -> float:
+        """Seconds of the pipeline, updates left out."""
+        n, hardware = self._grid.num_devices, self._hardware
+        pooled = []
+        for i, (stage, fact) in enumerate(zip(stages, facts, strict=True)):
+            devices = stage.submesh.num_devices
+            # Moving values and issuing programs takes one thread, the stage's programs all its devices.
+            one_thread = self._alone_share * n / devices * self._boundary_factor
+            before = fact.transfer_s if i else 0.0
+            behind = facts[i + 1].transfer_s if i + 1 < len(facts) else 0.0
+            pooled.append(
+                SharedStage(
+                    num_devices=devices,
+                    forward_s=fact.forward_s + one_thread * (before + hardware.dispatch_s),
+                    backward_s=fact.time_s
+                    - fact.forward_s
+                    + one_thread * (behind + (hardware.dispatch_s if i + 1 < len(facts) else 0.0)),
+                    limit=min(n / devices, hardware.speedup_alone),
+                )
+            )
+        return pipeline_s(pooled, self._m)
+
     def _update_s(self, stages: Sequence[StageChoice], facts: Sequence[StageEstimate]) -> float:
         """Stages update at the same time, or in turn where they share cores."""
-        if not self.shares_cores:
+        if not self._is_pool:
             return max(f.update_s for f in facts)
-        return sum(f.update_s * self._weight(s.submesh) / self._m for s, f in zip(stages, facts, strict=True))
+        n = self._grid.num_devices
+        return sum(f.update_s * s.submesh.num_devices / n for s, f in zip(stages, facts, strict=True))
 
-    def _measured_s(self, stage: StageChoice) -> float:
-        mesh, option = self.options[stage.submesh][stage.option]
-        return float(mesh.measured_s(self._m, option)[stage.first, stage.last])
+    def _measured_share(
+        self, stages: Sequence[StageChoice], facts: Sequence[StageEstimate], breakdown: Mapping[str, float]
+    ) -> float:
+        """The part of the step that was measured rather than computed: each cause by the stages' share of it."""
+        measured = np.zeros(3)
+        for stage in stages:
+            mesh, option = self.options[stage.submesh][stage.option]
+            parts = mesh.measured_parts(self._m, option)
+            measured += [float(part[stage.first, stage.last]) for part in parts]
+        whole = np.array([[f.compute_s, f.communication_s, f.update_s] for f in facts]).sum(axis=0)
+        shares = np.minimum(measured / np.maximum(whole, 1e-30), 1.0)
+        causes = ("compute_s", "communication_s", "gradients_and_update_s")
+        found = sum(share * breakdown[cause] for share, cause in zip(shares, causes, strict=True))
+        if self._hardware.pieces.transfers is not None:
+            found += breakdown["boundary_s"]
+        return float(found / max(sum(breakdown.values()), 1e-30))
 
     def _stage_facts(self, index: int, stage: StageChoice, num_stages: int) -> StageEstimate:
         mesh, option = self.options[stage.submesh][stage.option]

@@ -1,72 +1,90 @@
-"""Time, on one device, the matrix products that the candidate plans of a model run at their local shapes.
+"""Time the pieces that the candidate plans of a model are made of, on one device.
 
-Nothing of a plan runs on all its devices: a product of a dp x tp plan is timed at the size one device
-has of it. Repeats of several pieces are interleaved, so that whatever else the machine does hits all
-of them, and the low quantile is kept. Each piece is stored as soon as it is known.
+Nothing of a plan runs on all its devices: a layer of a dp x tp plan is timed at the size one device has
+of it; collectives are timed once for a machine, whatever the model. Repeats of several pieces are
+interleaved, so that whatever else the machine does hits all of them and caches hold what they hold
+between the layers of a step; the low quantile is kept. Pieces are stored as soon as they are known.
 """
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from arena_jax.compiler.analysis import Analysis
-from arena_jax.compiler.cost import Hardware
-from arena_jax.compiler.products import local_shapes
+from arena_jax.compiler.cost.cores import share_of_cores
+from arena_jax.compiler.cost.pieces import BOTH
+from arena_jax.compiler.piece_programs import (
+    CHAIN,
+    Run,
+    collective_run,
+    dispatch_run,
+    fresh_run,
+    layer_run,
+    transfer_run,
+    update_run,
+)
+from arena_jax.compiler.pieces import (
+    ChainPiece,
+    CollectivePiece,
+    DispatchPiece,
+    FreshPiece,
+    LayerPiece,
+    Pieces,
+    TransferPiece,
+    UpdatePiece,
+)
+from arena_jax.compiler.problem import Problem
 from arena_jax.errors import ArenaError
-from arena_jax.grid import PlanIndex, Profile, ProfileStore
+from arena_jax.grid import Profile, ProfileStore
 
-Shape = tuple[int, int, int, int]
+AnyPiece = LayerPiece | ChainPiece | FreshPiece | UpdatePiece | CollectivePiece | TransferPiece | DispatchPiece
 # Pieces whose repeats are interleaved.
 _GROUP = 6
-_REPEATS = 7
+REPEATS = 7
 # A repeat runs a piece as often as it takes to last this long.
-_LEAST_S = 1e-3
+_LEAST_S = 5e-4
 _LOW, _HIGH = 0.2, 0.8
+# Layers that are timed on all cores of the node too, for what one gains that runs alone.
+_ALONE = 6
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One product at local shape; ``weight_s`` are the seconds that candidate plans spend in it."""
+class Outcome:
+    """What a profiling run did.
 
-    dtype: str
-    shape: Shape
-    weight_s: float
+    Attributes:
+        timed, known, left: pieces timed now, found in the store, and left for want of budget.
+        refused: pieces that could not be compiled alone; they stay computed.
+        device_s: seconds that devices were kept at work, summed over devices.
+    """
 
-    def described(self, devices: int | None) -> dict[str, Any]:
-        piece: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape)}
-        return piece if devices is None else piece | {"devices": devices}
-
-
-def pieces_of(analysis: Analysis, index: PlanIndex, hardware: Callable[[Any], Hardware]) -> list[Piece]:
-    """The products of all meshes that plans of an index use, the dearest first."""
-    weights: dict[tuple[str, Shape], float] = {}
-    for row in index:
-        if row.plan is None:
-            continue
-        on = hardware(row.grid.allocation)
-        for stage in row.plan.stages:
-            for mesh in analysis.meshes(on, stage.submesh, stage.dp, stage.tp):
-                times = mesh.work.times[stage.layers[0] : stage.layers[1] + 1].sum(axis=0)
-                for product, count in zip(mesh.work.products, times, strict=True):
-                    if product.kind != "dot" or not count:
-                        continue
-                    for shape in local_shapes(product, row.num_microbatches):
-                        whole = tuple(round(x) for x in shape)
-                        if not np.allclose(whole, shape):
-                            continue
-                        key = product.dtype, (whole[0], whole[1], whole[2], whole[3])
-                        seconds = float(on.op_s("dot", product.dtype, 0.0, 0.0, shape))
-                        weights[key] = weights.get(key, 0.0) + count * seconds * row.num_microbatches
-    return [Piece(*key, weight) for key, weight in sorted(weights.items(), key=lambda item: -item[1])]
+    timed: int
+    known: int
+    left: int
+    refused: int
+    device_s: float
 
 
-def environment_of(device: Any) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Job:
+    """A piece to time: under which cores, and how its program is made."""
+
+    profile: Profile
+    cores: int | None
+    devices: int
+    runs: int
+    priority: float
+    make: Callable[[], Run]
+
+
+def environment_of(device: Any, cores: int | None) -> dict[str, Any]:
     """What besides the piece decides a time on this device."""
     import jaxlib
 
@@ -75,104 +93,179 @@ def environment_of(device: Any) -> dict[str, Any]:
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "cores": len(os.sched_getaffinity(0)) if device.platform == "cpu" else None,
+        "cores": cores,
     }
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a profiling run did: pieces timed, found in the store, left for want of budget, device seconds."""
-
-    timed: int
-    known: int
-    left: int
-    device_s: float
-
-
 def profile(
-    pieces: Sequence[Piece],
-    hardware: Hardware,
+    pieces: Pieces,
+    problem: Problem,
+    device_type: str,
     store: ProfileStore,
     *,
-    devices: int | None,
-    slowdown: float = 1.0,
+    num_devices: int,
+    threads: int | None = None,
     budget_s: float | None = None,
     progress: Callable[[int, int, float], None] = lambda done, total, left_s: None,
 ) -> Outcome:
-    """Time what the store lacks, dearest first, until done or the budget is spent.
+    """Time what the store lacks, the most telling first, until done or the budget is spent.
 
     Args:
-        devices: of a CPU, the virtual devices that share it; ``None`` for others.
-        slowdown: seconds there over seconds here, where more devices than cores share a CPU.
+        num_devices: of the allocation. Devices of a CPU share its cores, and pieces run on the cores of one.
+        threads: of a virtual CPU type whose devices have cores of their own, how many.
         progress: called with pieces done, pieces in all, and about the seconds that remain.
     """
-    device = jax.devices()[0]
-    environment = environment_of(device)
-    plain = replace(hardware, corrections={}, products={})
-
-    def made(piece: Piece, seconds: float = 1.0, noise: float = 0.0) -> Profile:
-        b, m, k, n = map(float, piece.shape)
-        return Profile(
-            device_type=hardware.device.name,
-            kind="dot",
-            piece=piece.described(devices),
-            environment=environment,
-            seconds=seconds * slowdown,
-            computed_s=float(plain.op_s("dot", piece.dtype, 0.0, 0.0, (b, m, k, n))),
-            noise=noise,
-            num_repeats=_REPEATS,
-            measured_at=time.time(),
-        )
-
-    stored = {known.digest for known in store.profiles(hardware.device.name, "dot")}
-    missing = [piece for piece in pieces if made(piece).digest not in stored]
+    jobs = _jobs(pieces, problem, device_type, num_devices, threads)
+    stored = {known.digest for known in store.profiles(device_type)}
+    missing = [job for job in jobs if job.profile.digest not in stored]
     started = time.perf_counter()
-    done, device_s = 0, 0.0
-    for at in range(0, len(missing), _GROUP):
-        spent = time.perf_counter() - started
-        if budget_s is not None and spent >= budget_s:
+    done, refused, device_s = 0, 0, 0.0
+    empty = dispatch_run(jax.devices()[:1])
+    while missing:
+        if budget_s is not None and time.perf_counter() - started >= budget_s:
             break
-        group = missing[at : at + _GROUP]
+        # Of one number of cores, for they share a pinning.
+        group = [job for job in missing if job.cores == missing[0].cores][:_GROUP]
+        missing = [job for job in missing if job not in group]
+        ready = []
+        for job in group:
+            try:
+                ready.append((job, job.make()))
+            except jax.errors.JaxRuntimeError as error:
+                raise _device_failed(error, done, store) from error
+            except (TypeError, ValueError, NotImplementedError):  # no program of its own; it stays computed
+                refused += 1
         try:
-            times, used = _timed(group)
+            with on_cores(group[0].cores):
+                times, used = _timed([run for _, run in ready] + [empty], [job.devices for job, _ in ready] + [1])
         except jax.errors.JaxRuntimeError as error:
-            raise ArenaError(
-                f"the device failed while {group[0].dtype} products were timed: {str(error).splitlines()[0]}",
-                hint=f"{done} pieces are kept in {store.path}; run this again to go on",
-            ) from error
+            raise _device_failed(error, done, store) from error
         device_s += used
-        results = []
-        for piece, seconds in zip(group, times, strict=True):
-            low, high = np.quantile(seconds, (_LOW, _HIGH))
-            results.append(made(piece, float(low), float(high / low - 1)))
-        store.put(results)
+        issue_s = float(np.quantile(times.pop(), _LOW))
+        store.put([_measured(job, seconds, issue_s) for (job, _), seconds in zip(ready, times, strict=True)])
         done += len(group)
-        progress(done, len(missing), (time.perf_counter() - started) / done * (len(missing) - done))
-    return Outcome(done, len(pieces) - len(missing), len(missing) - done, device_s)
+        progress(done, done + len(missing), (time.perf_counter() - started) / done * len(missing))
+    return Outcome(done - refused, len(jobs) - done - len(missing), len(missing), refused, device_s)
 
 
-def _timed(group: Iterable[Piece]) -> tuple[list[list[float]], float]:
-    """Seconds of one execution of each piece, repeat by repeat, and device seconds used."""
-    product = jax.jit(lambda x, y: jax.lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,)))))
-    runs = []
+def _device_failed(error: Exception, done: int, store: ProfileStore) -> ArenaError:
+    return ArenaError(
+        f"the device failed while pieces were timed: {str(error).splitlines()[0]}",
+        hint=f"{done} pieces are kept in {store.path}; run this again to go on",
+    )
+
+
+def _measured(job: _Job, seconds: Sequence[float], issue_s: float) -> Profile:
+    """The low quantile; of a part of a program, without what issuing one takes."""
+    low, high = np.quantile(seconds, (_LOW, _HIGH))
+    issued = issue_s if job.profile.kind in ("layer", "chain", "update", "collective") else 0.0
+    return replace(
+        job.profile,
+        seconds=max(float(low) - issued, float(low) / 5) / job.runs,
+        noise=float(high / low - 1),
+        num_repeats=REPEATS,
+        measured_at=time.time(),
+    )
+
+
+def _jobs(pieces: Pieces, problem: Problem, device_type: str, num_devices: int, threads: int | None) -> list[_Job]:
+    """Everything there is to time, the most telling first."""
+    devices = jax.devices()
+    on_cpu = devices[0].platform == "cpu"
+    whole = os.cpu_count() if on_cpu else None
+    share, slowdown = share_of_cores(num_devices) if on_cpu else (None, 1.0)
+    if on_cpu and threads is not None:
+        share, slowdown = min(threads, os.cpu_count() or 1), 1.0
+    at_hand = devices[: min(num_devices, len(devices))]
+    jobs: list[_Job] = []
+
+    def add(
+        kind: str, piece: AnyPiece, what: dict[str, Any], cores: int | None, make: Callable[[], Run], **how: Any
+    ) -> None:
+        computed_s = piece.computed_s / (how.pop("slower", 1.0))
+        profile = Profile(
+            device_type=device_type,
+            kind=kind,
+            piece=what,
+            environment=environment_of(devices[0], cores),
+            seconds=1.0,
+            computed_s=max(computed_s, 1e-9),
+        )
+        priority = how.pop("priority", piece.priority)
+        jobs.append(_Job(profile, cores, how.get("devices", 1), how.get("runs", 1), priority, make))
+
+    for layer in pieces.layers:
+        make = partial(layer_run, layer.program, layer.direction)
+        add("layer", layer, layer.what, share, make, slower=slowdown)
+    alone = _ALONE if share != whole and threads is None else 0
+    for layer in [layer for layer in pieces.layers if layer.direction == BOTH][:alone]:
+        faster = slowdown * (whole or 1) / (share or 1)
+        add("layer", layer, layer.what, whole, partial(layer_run, layer.program, layer.direction), slower=faster)
+    for chain in pieces.chains:
+        add("chain", chain, chain.what, share, partial(layer_run, chain.program, BOTH), slower=slowdown)
+    for fresh in pieces.fresh if on_cpu else ():
+        add("fresh", fresh, {"bytes": fresh.num_bytes}, share, partial(fresh_run, fresh.num_bytes), slower=slowdown)
+    for update in pieces.updates:
+        params = [update.program.params[i] for i in update.program.owned]
+        add("update", update, update.what, share, partial(update_run, problem, params), slower=slowdown)
+    for c in pieces.collectives:
+        if c.size > len(at_hand):
+            continue  # not here; the machine that has them shares what it measures
+        what = {"collective": c.collective, "size": c.size, "stride": 1, "inside": True, "bytes": c.num_bytes}
+        if on_cpu and threads is None:
+            what["devices"] = num_devices
+        run = partial(collective_run, c.collective, c.size, c.num_bytes, at_hand)
+        add("collective", c, what, whole, run, devices=len(at_hand), runs=CHAIN)
+    for t in pieces.transfers if len(at_hand) > 1 else ():
+        add("transfer", t, {"bytes": t.num_bytes}, whole, partial(transfer_run, t.num_bytes, at_hand), devices=2)
+    for d in pieces.dispatches:
+        if d.devices <= len(at_hand):
+            run = partial(dispatch_run, at_hand[: d.devices])
+            add("dispatch", d, {"devices": d.devices}, whole, run, devices=d.devices)
+    jobs.sort(key=lambda job: -job.priority)
+    return jobs
+
+
+@contextmanager
+def on_cores(cores: int | None) -> Iterator[None]:
+    """Keep all threads of this process on that many cores, those of the runtime's pool too."""
+    mine = sorted(os.sched_getaffinity(0)) if cores is not None else []
+    if cores is None or cores >= len(mine):
+        yield
+        return
+    _pin(mine[:cores])
+    try:
+        yield
+    finally:
+        _pin(mine)
+
+
+def _pin(cores: Sequence[int]) -> None:
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            os.sched_setaffinity(int(task.name), cores)
+        except ProcessLookupError:  # a thread that has just ended
+            continue
+
+
+def _timed(runs: Sequence[Run], devices: Sequence[int]) -> tuple[list[list[float]], float]:
+    """Seconds of each run, repeat by repeat, and device seconds used."""
+    counts = []
     used = 0.0
-    for piece in group:
-        batch, m, k, n = piece.shape
-        rng = np.random.default_rng(0)
-        x, y = (jnp.asarray(rng.standard_normal(s), piece.dtype) for s in ((batch, m, k), (batch, k, n)))
-        product(x, y).block_until_ready()
+    for run, number in zip(runs, devices, strict=True):
+        run()
         start = time.perf_counter()
-        product(x, y).block_until_ready()
+        run()
         once_s = time.perf_counter() - start
-        runs.append((x, y, max(1, int(_LEAST_S / max(once_s, 1e-7)))))
+        used += 2 * once_s * number
+        counts.append(max(1, int(_LEAST_S / max(once_s, 1e-7))))
     times: list[list[float]] = [[] for _ in runs]
-    for _ in range(_REPEATS):
-        for i, (x, y, count) in enumerate(runs):
+    for _ in range(REPEATS):
+        for i, (run, count, number) in enumerate(zip(runs, counts, devices, strict=True)):
             start = time.perf_counter()
             for _ in range(count):
-                out = product(x, y)
-            out.block_until_ready()
+                run()
             seconds = time.perf_counter() - start
-            used += seconds
+            used += seconds * number
             times[i].append(seconds / count)
     return times, used

@@ -214,6 +214,21 @@ class TiedSpace:
             products=tuple(tuple(of_node.items()) for of_node in products),
         )
 
+    def layouts(self, solution: StrategySolution) -> dict[str, tuple[tuple[Layout, ...], tuple[Layout, ...]]]:
+        """Key of an equation -> the layout of each operand as it is read, and of each result."""
+        choice = [solution.choices[variable] for variable in self._variable]
+        found: dict[str, tuple[tuple[Layout, ...], tuple[Layout, ...]]] = {}
+        for step in self.strategies.steps:
+            op = step.op
+            if not op.key:
+                continue
+            if step.node is None:  # made of nothing that is sharded
+                found[op.key] = ((),) * len(op.operands), ((),) * len(op.results)
+                continue
+            part = self._part(step, choice[step.node])
+            found[op.key] = part.operands, part.results
+        return found
+
     def _product(self, step: Step, part: Partitioned) -> Product | None:
         if step.op.name not in HEAVY or self._rows is None:
             return None

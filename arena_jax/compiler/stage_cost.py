@@ -18,6 +18,7 @@ from arena_jax.compiler import _compat
 from arena_jax.compiler import work as w
 from arena_jax.compiler.cost import Hardware, Link, links_of
 from arena_jax.compiler.graph import Graph
+from arena_jax.compiler.layer_programs import LayerProgram, LayerPrograms
 from arena_jax.compiler.layers import Layers
 from arena_jax.compiler.layout import Axes
 from arena_jax.compiler.problem import PARAMS, STATE, Problem
@@ -140,6 +141,7 @@ class MeshCost:
         optimizer_ratio: bytes of optimizer state per byte of trainable parameters.
         accumulator_ratio: bytes of gradient accumulator per byte of trainable parameters.
         row_shards: whether dp shards sum the gradients of their own rows.
+        programs: of the layers, by which measurements are found; ``None`` uses none.
     """
 
     work: LayerWork
@@ -149,6 +151,7 @@ class MeshCost:
     accumulator_ratio: float
     live_bytes: Floats
     row_shards: bool
+    programs: LayerPrograms | None = None
 
     @property
     def dp(self) -> int:
@@ -163,6 +166,18 @@ class MeshCost:
         dp, tp = links_of(self.hardware, self.submesh, self.dp, self.tp)
         return {DP: dp, TP: tp}
 
+    def link(self, axis: str) -> Link:
+        """The groups of devices along an axis."""
+        return self._links[axis]
+
+    @property
+    def plain_update_s(self) -> Floats:
+        """Per layer, seconds of the optimizer's update without ZeRO by the compile-time model alone."""
+        held = self.work.parameter_bytes + self.work.spread_bytes
+        moved = held * (2 + 2 * self.optimizer_ratio + self.accumulator_ratio)
+        seconds: Floats = self.hardware.memory_s(moved)
+        return seconds
+
     def _compute(self, num_microbatches: int) -> tuple[Floats, Floats]:
         """Per layer, seconds of one microbatch's forward and of its backward pass."""
         if num_microbatches not in self._known:
@@ -170,31 +185,83 @@ class MeshCost:
         passes: tuple[Floats, Floats] = self._known[num_microbatches][:2]
         return passes
 
-    def measured_s(self, num_microbatches: int, option: Option) -> Floats:
-        """Seconds of one microbatch's compute that were measured rather than computed, per run of layers."""
+    def measured_parts(self, num_microbatches: int, option: Option) -> tuple[Floats, Floats, Floats]:
+        """What of :meth:`step_parts` was measured rather than computed."""
         self._compute(num_microbatches)
         forward, backward = self._known[num_microbatches][2:]
-        return self._prefix((2.0 if option.remat else 1.0) * forward + backward)
+        passes = 2.0 if option.remat else 1.0
+        compute = self._prefix(passes * forward + backward) * self._learnt("compute_s")
+        if self.looks_known:
+            crossing = self.hardware.pieces.crossing_s(self._kept(num_microbatches, option))
+            compute = compute + crossing * self._learnt("compute_s")
+        _, communication, once = self.step_parts(num_microbatches, option)
+        # Axes of one group size have a curve of their own.
+        known = [bool(link.measured) for link in self._links.values() if link.size > 1]
+        share = sum(known) / len(known) if known else 0.0
+        measured = ~np.isnan(self._update_measured_s)
+        return compute, communication * share, once * float(measured.mean())
 
-    def _computed(self, num_microbatches: int) -> tuple[Floats, Floats, Floats, Floats]:
+    def plain_s(self, num_microbatches: int) -> tuple[Floats, Floats]:
+        """Per layer, seconds of a microbatch's forward and backward pass by the compile-time model alone."""
+        forward, backward, _, _ = self._computed(num_microbatches, self.hardware.without_measurements)
+        return forward, backward
+
+    def layer_programs(self, num_microbatches: int) -> tuple[LayerProgram | None, ...]:
+        """The layers' programs on one device; ``None`` for a layer that cannot be run alone."""
+        if self.programs is None:
+            return (None,) * len(self.work.works)
+        return self.programs.of(self.work.sharding, num_microbatches)
+
+    def _computed(
+        self, num_microbatches: int, hardware: Hardware | None = None
+    ) -> tuple[Floats, Floats, Floats, Floats]:
+        hardware = hardware or self.hardware
         works, times = self.work.works, self.work.times
-        moved = self.hardware.fused_s(works[:, w.MOVED]) / num_microbatches
+        moved = hardware.fused_s(works[:, w.MOVED]) / num_microbatches
         # A count is of forward and backward passes together, of three parts.
-        moved = moved + works[:, w.NUM_OPS] / 3 * self.hardware.launch_s
-        of_products = product_seconds(self.hardware, self.work.products, num_microbatches)
+        moved = moved + works[:, w.NUM_OPS] / 3 * hardware.launch_s
+        of_products = product_seconds(hardware, self.work.products, num_microbatches)
         counted = sum((p.flops * t for p, t in zip(self.work.products, times.T, strict=True)), np.zeros(len(works)))
         # What is no product of known shape (opaque kernels) runs at the rate of large ones.
         rest = np.zeros(len(works))
         for dtype in w.DTYPES:
-            rest = rest + self.hardware.compute_s(works[:, w.flops_at(dtype)], dtype)
+            rest = rest + hardware.compute_s(works[:, w.flops_at(dtype)], dtype)
         all_flops = np.maximum(w.flops(works), 1.0)
         rest *= np.maximum(1 - counted / all_flops, 0.0) / num_microbatches
-        return (
-            moved + rest + times @ of_products.forward,
-            _BACKWARD * (moved + rest) + times @ of_products.backward,
-            times @ of_products.measured_forward,
-            times @ of_products.measured_backward,
-        )
+        forward = moved + rest + times @ of_products.forward
+        backward = _BACKWARD * (moved + rest) + times @ of_products.backward
+        measured = times @ of_products.measured_forward, times @ of_products.measured_backward
+        if hardware.pieces.layers and self.looks_known:
+            assert self.programs is not None
+            likes = self.programs.likes()
+            for i, program in enumerate(self.layer_programs(num_microbatches)):
+                known = None if program is None else hardware.pieces.layer_s(program.key, likes[i])
+                if known is not None:
+                    forward[i], backward[i] = measured[0][i], measured[1][i] = known
+        return forward, backward, *measured
+
+    @cached_property
+    def looks_known(self) -> bool:
+        """Whether anything like one of the layers was measured: only then is it worth while to trace them."""
+        likes = self.hardware.pieces.likes
+        return bool(likes) and self.programs is not None and any(like in likes for like in self.programs.likes())
+
+    def _learnt(self, part: str) -> float:
+        return self.hardware.learnt(part, measured=self.looks_known)
+
+    @cached_property
+    def _update_measured_s(self) -> Floats:
+        """Per layer, measured seconds of the optimizer's update without ZeRO; NaN where there is none."""
+        found = np.full(len(self.work.works), np.nan)
+        if self.hardware.pieces.updates and self.looks_known:
+            for i, key in enumerate(self.update_keys()):
+                found[i] = self.hardware.pieces.updates.get(key, np.nan)
+        return found
+
+    def update_keys(self) -> tuple[str, ...]:
+        """Per layer, the key of the update of what it owns; empty where there is nothing to time."""
+        assert self.programs is not None
+        return tuple(self.programs.update_key(program) for program in self.layer_programs(1))
 
     def _communication(self, phase: str, axes: Sequence[str] = w.AXES) -> tuple[Floats, Floats]:
         """Per layer, seconds of a phase's collectives that scale with bytes and that do not."""
@@ -259,6 +326,7 @@ class MeshCost:
         passes = 2.0 if option.remat else 1.0
         m = num_microbatches
         compute = passes * once_forward + once_backward
+        crossing = self.hardware.pieces.crossing_s(self._kept(num_microbatches, option)) if self.looks_known else 0.0
         communication = passes * (forward[0] / m + forward[1]) + backward[0] / m + backward[1]
         over_dp, over_tp = self._gradients_s
         if option.zero >= 2 and self.scatters(option):
@@ -269,9 +337,15 @@ class MeshCost:
         if option.zero == 3:
             communication = communication + 2 * np.asarray(dp.all_gather_s(held - kept))
         share = self.dp if option.zero else 1
-        updated = (held / share + self.work.spread_bytes) * (2 + 2 * self.optimizer_ratio + self.accumulator_ratio)
-        update = self.hardware.memory_s(updated)
-        return self._prefix(compute), self._prefix(communication), self._prefix(self._sync(option) + update)
+        updated = held / share + self.work.spread_bytes
+        update = self.hardware.memory_s(updated * (2 + 2 * self.optimizer_ratio + self.accumulator_ratio))
+        known = self._update_measured_s * updated / np.maximum(held + self.work.spread_bytes, 1.0)
+        update = np.where(np.isnan(known), update, known)
+        return (
+            (self._prefix(compute) + crossing) * self._learnt("compute_s"),
+            self._prefix(communication) * self._learnt("communication_s"),
+            self._prefix(self._sync(option) + update) * self._learnt("gradients_and_update_s"),
+        )
 
     def reduces_late(self, option: Option) -> bool:
         """Whether gradients are reduced over dp once a step, since shards of rows sum their own (``row_shards.py``)."""
@@ -307,6 +381,30 @@ class MeshCost:
         """Seconds of the collectives at the end of a step, per run of layers."""
         return self._prefix(self._sync(option))
 
+    def _kept(self, num_microbatches: int, option: Option) -> Floats:
+        """Bytes that one microbatch keeps for its backward pass, per run of layers."""
+        if not option.remat:
+            return self._prefix(self.work.works[:, w.SAVED] / num_microbatches)
+        inputs = self._prefix(self.live_bytes / (self.dp * num_microbatches))
+        kept: Floats = inputs + self._largest_saved / num_microbatches
+        return kept
+
+    def forward_parts(self, num_microbatches: int) -> tuple[Floats, Floats]:
+        """Compute and communication seconds of one microbatch's forward pass, per run of layers."""
+        forward, _ = self._compute(num_microbatches)
+        communication = self._passes[0]
+        return (
+            self._prefix(forward) * self._learnt("compute_s"),
+            self._prefix(communication[0] / num_microbatches + communication[1]) * self._learnt("communication_s"),
+        )
+
+    def fresh_memory_s(self, num_microbatches: int, option: Option, layers: tuple[int, int]) -> float:
+        """Seconds of one microbatch that a loop over microbatches pays only once."""
+        if not self.looks_known:
+            return 0.0
+        kept = float(self._kept(num_microbatches, option)[layers])
+        return self.hardware.pieces.fresh_memory_s(kept) * self._learnt("compute_s")
+
     def _memory(self, num_microbatches: int, in_flight: int, option: Option) -> Floats:
         dp = self.dp
         held, kept = self.work.parameter_bytes, self.work.kept_bytes
@@ -332,6 +430,7 @@ def mesh_cost(
     layers: Layers,
     *,
     row_shards: bool = False,
+    programs: LayerPrograms | None = None,
 ) -> MeshCost:
     return MeshCost(
         work=work,
@@ -341,6 +440,7 @@ def mesh_cost(
         accumulator_ratio=ratios.accumulator,
         live_bytes=np.array(layers.live_bytes, float),
         row_shards=row_shards,
+        programs=programs,
     )
 
 

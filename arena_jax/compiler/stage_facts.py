@@ -28,12 +28,10 @@ def stage_facts(
         return float(compute[layers]), float(communication[layers]), float(once[layers])
 
     compute_s, communication_s, update_s = parts(option)
-    # Rematerialisation runs the forward pass once more, and changes nothing else.
-    plain = parts(replace(option, remat=False))
-    again = parts(replace(option, remat=True))
-    forward = again[0] - plain[0], again[1] - plain[1]
+    # The forward pass of a rematerialised stage is run again with its backward pass.
+    forward = tuple(float(part[layers]) for part in mesh.forward_parts(num_microbatches))
     # ZeRO-2 reduces gradients as often, and gathers no parameters in a microbatch.
-    gathers_s = plain[1] - parts(Option(zero=2, remat=False))[1] if option.zero == 3 else 0.0
+    gathers_s = communication_s - parts(replace(option, zero=2))[1] if option.zero == 3 else 0.0
     return StageEstimate(
         compute_s=compute_s,
         communication_s=communication_s,

@@ -1,9 +1,13 @@
 """The profile store: measured times of small pieces, each under everything that decides it.
 
-A piece is a matrix product at local shapes, a kernel that streams bytes, a collective of one size on
-one topology, or a whole step on one device. It is measured on one device (a collective on one
-group), cached for everyone, and replaces what the cost model computes for exactly that piece; what
-it says of unmeasured pieces of its kind is one factor, see :meth:`ProfileStore.corrections`.
+A piece is a layer's program at local shapes (its forward pass, or both), all layers as one program of
+one device, the optimizer's update of what a layer owns, a matrix product, a collective of one size on
+one topology, a transfer between devices, the issue of a program, memory that has to be found first,
+or a whole step on one device. It is measured on one device (a collective on one group), cached for
+everyone, and replaces what the cost model computes for exactly that piece; what it says of
+unmeasured pieces of its kind is one factor, see :meth:`ProfileStore.corrections`.
+
+Beside pieces the store holds what training runs measured, of which :mod:`.feedback` learns.
 """
 
 import hashlib
@@ -17,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from arena_jax.errors import UsageError, nearest
+from arena_jax.grid.feedback import Run, learn
 from arena_jax.grid.store_file import StoreFile
 
 _SCHEMA_VERSION = 1
@@ -24,7 +29,12 @@ _TABLES = (
     """CREATE TABLE profiles (digest TEXT PRIMARY KEY, device_type TEXT NOT NULL, kind TEXT NOT NULL,
     data TEXT NOT NULL, checksum TEXT NOT NULL, measured_at REAL NOT NULL)""",
 )
-KINDS = ("dot", "conv", "stream", "collective", "step")
+# A training run, which corrects estimates as a whole and is no piece.
+RUN = "run"
+KINDS = (
+    *("layer", "chain", "update", "dot", "conv", "stream", "collective", "transfer", "dispatch", "fresh", "step"),
+    RUN,
+)
 _EXPORT_FORMAT = "arena_jax profiles"
 # One factor for a kind is believed within these bounds; beyond them a measurement is of something else.
 _LEAST, _MOST = 0.1, 10.0
@@ -37,14 +47,15 @@ class Profile:
     Attributes:
         device_type: name in the hardware catalogue.
         kind: one of :data:`KINDS`.
-        piece: what was run: dtype and shape of a product, bytes of a stream, collective with bytes,
-            size and stride, or model, batch and grid of a step. JSON values only.
+        piece: what was run: key of a layer's program and pass, dtype and shape of a product, bytes of a
+            stream, collective with bytes, size and stride, or model, batch and grid of a step. JSON only.
         environment: what else decides the time: driver, versions of jax and jaxlib, XLA flags, cores.
         seconds: the low quantile of the repeats.
         computed_s: what the cost model said without this measurement.
         noise: spread of the repeats over ``seconds``.
         num_repeats: how often it was run.
-        measured_at: Unix seconds.
+        measured_at: Unix seconds, for people: what is newer is known by the order of storing.
+        parts: of a run, seconds of its estimate by cause, without what was learnt before.
     """
 
     device_type: str
@@ -56,6 +67,7 @@ class Profile:
     noise: float = 0.0
     num_repeats: int = 1
     measured_at: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -66,8 +78,12 @@ class Profile:
                 raise UsageError(f"a profile's {name} must be a number above 0, got {value!r}")
         if not isinstance(self.device_type, str) or not self.device_type:
             raise UsageError(f"a profile's device_type must be a name, got {self.device_type!r}")
-        if not isinstance(self.piece, Mapping) or not isinstance(self.environment, Mapping):
-            raise UsageError("a profile's piece and environment must be tables")
+        tables = self.piece, self.environment, self.parts
+        if not all(isinstance(table, Mapping) for table in tables):
+            raise UsageError("a profile's piece, environment and parts must be tables")
+        for value in self.parts.values():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise UsageError(f"a part of a profile must be a number of seconds, got {value!r}")
 
     @property
     def digest(self) -> str:
@@ -100,7 +116,7 @@ class ProfileStore:
         with self._file.connect() as db:
             found = db.execute(
                 "SELECT data, checksum FROM profiles WHERE (?1 IS NULL OR device_type = ?1)"
-                " AND (?2 IS NULL OR kind = ?2) ORDER BY measured_at, digest",
+                " AND (?2 IS NULL OR kind = ?2) ORDER BY rowid",  # clocks jump, and the last one stored is the newest
                 (device_type, kind),
             ).fetchall()
         read = (_read(data, checksum) for data, checksum in found)
@@ -132,17 +148,26 @@ class ProfileStore:
         ratios: dict[str, list[float]] = {}
         for profile in self.profiles(device_type):
             ratio = profile.seconds / profile.computed_s
-            if _LEAST <= ratio <= _MOST:
+            if _LEAST <= ratio <= _MOST and profile.kind != RUN:
                 ratios.setdefault(profile.kind, []).append(ratio)
         return {kind: statistics.median(values) for kind, values in ratios.items()}
 
+    def bias(self, device_type: str) -> dict[str, dict[str, float]]:
+        """What runs teach, by whether their estimates were mostly ``measured`` or ``computed``: cause -> factor."""
+        runs: dict[str, list[Run]] = {}
+        for profile in self.profiles(device_type, RUN):
+            runs.setdefault(str(profile.environment.get("estimate")), []).append(Run(profile.parts, profile.seconds))
+        return {estimate: learnt for estimate, of in sorted(runs.items()) if (learnt := learn(of))}
+
     def generation(self, device_type: str) -> str:
-        """Changes whenever a profile of a type does; plans found under another one are not served."""
+        """Changes whenever a piece of a type does, or what runs have taught; other plans are not served."""
         with self._file.connect() as db:
             rows = db.execute(
-                "SELECT digest, checksum FROM profiles WHERE device_type = ? ORDER BY digest", (device_type,)
+                "SELECT digest, checksum FROM profiles WHERE device_type = ? AND kind != ? ORDER BY digest",
+                (device_type, RUN),
             ).fetchall()
-        return _digest(rows) if rows else ""
+        learnt = self.bias(device_type)
+        return _digest([rows, learnt]) if rows or learnt else ""
 
 
 def to_json(profiles: Iterable[Profile]) -> str:

@@ -39,7 +39,9 @@ class StoreFile:
             with closing(sqlite3.connect(self.path, timeout=30)) as db, db:
                 yield db
         except sqlite3.Error as error:
-            raise ArenaError(f"{self.name} {str(self.path)!r}: {error}") from error
+            full = any(word in str(error) for word in ("full", "disk I/O"))
+            hint = "free space on the disk and run this again; what was stored before is kept" if full else ""
+            raise ArenaError(f"{self.name} {str(self.path)!r}: {error}", hint=hint) from error
 
     def _prepare(self) -> None:
         try:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from arena_jax.compiler.problem import Problem
+from arena_jax.compiler.schedule import FORWARD, one_f_one_b
 from arena_jax.compiler.stages import Boundary, StageGraph
 from arena_jax.errors import UsageError
 from arena_jax.runtime.engine import Compile, Metrics, Sums, compile_here
@@ -14,7 +15,6 @@ from arena_jax.runtime.layout import Layout, StageState, State
 from arena_jax.runtime.links import Links, LocalLinks
 from arena_jax.runtime.placement import StagePlacement
 from arena_jax.runtime.row_shards import RowShards
-from arena_jax.runtime.schedule import FORWARD, one_f_one_b
 from arena_jax.runtime.stage_function import StageFunction
 from arena_jax.runtime.stage_programs import StagePrograms
 from arena_jax.runtime.update import SplitUpdate

@@ -1,14 +1,17 @@
 """A device type as the search sees it, inside one allocation."""
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from arena_jax.compiler.cost.cores import share_of_cores
 from arena_jax.compiler.cost.efficiency import FITTED, Efficiency
 from arena_jax.compiler.cost.matmul import balanced_shape, matmul_s
+from arena_jax.compiler.cost.pieces import NOTHING, Pieces
 from arena_jax.grid import CATALOGUE, Allocation, Catalogue, DeviceType
 
 # A number, or an array of them that is worked on elementwise.
@@ -22,6 +25,8 @@ _KIND_SHARE = {"elementwise": 1.0, "gather": 0.6, "scatter": 0.35, "sort": 0.06,
 _MEMORY_SHARE = {"cpu": 1.0, "cuda": 0.9, "tpu": 0.95}
 # Issuing one stage program from Python, with its transfers, seconds.
 _DISPATCH_S = {"cpu": 6e-4, "cuda": 2e-4, "tpu": 2e-4}
+# Of a program on a CPU, what runs on one core however many there are.
+_SERIAL_SHARE = 0.1
 # Starting one fused kernel, seconds; GPUs: see Efficiency.
 _LAUNCH_S = {"cpu": 2e-6, "tpu": 2e-6}
 
@@ -41,6 +46,10 @@ class Hardware:
     generation: str = ""
     # Measured collectives by group size, stride and whether the group stays in a node.
     collectives: Mapping[tuple[int, int, bool], Mapping[str, Any]] = field(default_factory=dict)
+    # Measured layers, updates, transfers and dispatches.
+    pieces: Pieces = NOTHING
+    # What training runs have taught about estimates made of measured and of computed pieces, part by part.
+    bias: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def usable_bytes(self) -> int:
@@ -62,7 +71,26 @@ class Hardware:
 
     @property
     def dispatch_s(self) -> float:
-        return _DISPATCH_S[self.device.platform]
+        """Issuing one stage's program."""
+        known = self.pieces.dispatches
+        return known[min(known)] if known else _DISPATCH_S[self.device.platform]
+
+    def learnt(self, part: str, *, measured: bool) -> float:
+        """Factor on a part of an estimate, which errs otherwise where its pieces were measured."""
+        return self.bias.get("measured" if measured else "computed", {}).get(part, 1.0)
+
+    @property
+    def speedup_alone(self) -> float:
+        """How many times as fast as beside all others a virtual CPU device runs that has the node to itself."""
+        cores = os.cpu_count() or 1
+        share, slowdown = share_of_cores(self.allocation.num_devices)
+        amdahl = 1 / (_SERIAL_SHARE + (1 - _SERIAL_SHARE) * share / cores)
+        return slowdown * (self.pieces.speedup or amdahl)
+
+    @property
+    def without_measurements(self) -> "Hardware":
+        """The same as the compile-time model alone sees it."""
+        return replace(self, corrections={}, products={}, collectives={}, pieces=NOTHING, bias={}, generation="")
 
     def op_s(
         self,
@@ -109,9 +137,10 @@ class Hardware:
         return self.memory_s(num_bytes) * share * self.correction("other")
 
     def correction(self, kind: str) -> float:
-        """Measured over computed seconds of a kind, from its own measurements, else from whole steps."""
+        """Measured over computed seconds of a kind, from its own measurements, else from layers or whole steps."""
         own = kind if kind in ("dot", "conv") else "stream"
-        return self.corrections.get(own, self.corrections.get("step", 1.0))
+        known = self.corrections
+        return known.get(own, known.get("layer", known.get("step", 1.0)))
 
     def memory_s(self, num_bytes: Floats) -> Floats:
         """Seconds to stream bytes through device memory."""
@@ -144,5 +173,8 @@ def hardware_of(allocation: Allocation, catalogue: Catalogue = CATALOGUE) -> Har
         allocation=allocation,
         corrections=known.corrections,
         products=known.products,
+        collectives=known.collectives,
+        pieces=known.pieces,
+        bias=known.bias,
         generation=known.generation,
     )

@@ -115,7 +115,8 @@ def group_link(hardware: "Hardware", submesh: Submesh, size: int, stride: int) -
     device, per_node = hardware.device, submesh.devices_per_node
     common = {"launch_s": _LAUNCH_S[device.platform], "ramp_s": _RAMP_S[device.platform]}
     inside = submesh.num_nodes == 1 or size * stride <= per_node
-    measured = hardware.collectives.get((size, stride, inside), {})
+    # Virtual devices of a CPU are all alike near to each other.
+    measured = hardware.collectives.get((size, 1 if device.platform == "cpu" else stride, inside), {})
     if inside:
         kind = device.intra_node_link
         bandwidth = device.intra_node_bandwidth * _reachable(device, size)
@@ -152,6 +153,8 @@ def _reachable(device: DeviceType, size: int) -> float:
 
 def transfer_s(hardware: "Hardware", num_bytes: Floats, same_node: bool) -> Floats:
     """Point-to-point transfer between two stages."""
+    if hardware.pieces.transfers is not None and same_node:
+        return interpolated_s(hardware.pieces.transfers, num_bytes)
     device = hardware.device
     if same_node:
         kind, bandwidth, latency_s = device.intra_node_link, device.intra_node_bandwidth, device.intra_node_latency_s
