@@ -62,8 +62,9 @@ class Pieces:
         if both is None:
             return None
         forward = self.layers.get((key, FORWARD), both * self.likes.get(like, FORWARD_SHARE))
-        # Separate repeats scatter; a backward pass is no shorter than this part of its forward pass.
-        return forward, max(both - forward, forward / 2)
+        # Separate repeats scatter; a backward pass is no shorter than half of its forward pass.
+        forward = min(forward, both * 2 / 3)
+        return forward, both - forward
 
 
 NOTHING = Pieces()
