@@ -357,8 +357,12 @@ class MeshCost:
         return self.work.parameter_bytes * self.accumulator_ratio
 
     def scatters(self, option: Option) -> bool:
-        """Whether XLA scatters gradients where only shards of their sums are used; for a CPU it reduces them whole."""
-        return option.zero >= 1 and self.hardware.device.platform != "cpu"
+        """Whether XLA scatters gradients where only shards of their sums are used; for a CPU it reduces them whole.
+
+        A pipeline's sums are whole until ZeRO-2, for a program of their own reduces them before the update.
+        """
+        alone = self.submesh.num_devices == self.hardware.allocation.num_devices
+        return option.zero >= (1 if alone else 2) and self.hardware.device.platform != "cpu"
 
     def _sums_s(self, option: Option) -> Floats:
         """Per layer, seconds to reduce the sums of gradients over dp; they are reduced together."""
