@@ -204,3 +204,15 @@ def test_layers_in_one_program_cost_more_by_what_it_keeps() -> None:
 
 def hardware_pieces(crossing: dict[float, float]) -> KnownPieces:
     return KnownPieces(crossing=(tuple(crossing), tuple(crossing.values())), fresh_s=0.5e-9)
+
+
+def test_a_chain_that_measured_something_else_is_left_out(own_home: Path) -> None:
+    store = ProfileStore(own_home / "profiles.sqlite")
+    chain = {"chain": "c", "layers": ["a", "a"], "saved_bytes": 1000}
+    store.put([ONE, replace(ONE, kind="chain", piece=chain, seconds=5.0)])
+    pieces = hardware_of(Allocation("l20", 1, 1)).pieces
+    assert pieces.crossing == ((1000.0,), (1.0,))  # 5 s against two layers of 2 s
+    store.put([replace(ONE, kind="chain", piece=chain, seconds=50.0)])
+    assert hardware_of(Allocation("l20", 1, 1)).pieces.crossing is None
+    store.put([replace(ONE, kind="chain", piece=chain | {"layers": ["a", "b"]}, seconds=5.0)])
+    assert hardware_of(Allocation("l20", 1, 1)).pieces.crossing is None  # one of its layers is not known

@@ -249,7 +249,7 @@ def _row(profile: Profile) -> dict[str, Any]:
 
 def _lines(found: Sequence[Profile]) -> Iterator[str]:
     for p in found:
-        shown = {k: v for k, v in p.piece.items() if k != "like"}
+        shown = {k: len(v) if k == "layers" else v for k, v in p.piece.items() if k != "like"}
         if p.environment.get("cores") is not None:
             shown["cores"] = p.environment["cores"]
         what = ", ".join(f"{k} {'x'.join(map(str, v)) if isinstance(v, list) else v}" for k, v in shown.items())

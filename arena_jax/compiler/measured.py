@@ -17,6 +17,7 @@ from arena_jax.grid import Profile, ProfileStore
 
 Shape = tuple[float, float, float, float]
 Group = tuple[int, int, bool]
+_FAR = 3.0
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,10 @@ def _crossing(chains: Iterable[Profile], layers: Mapping[tuple[str, str], float]
         if not isinstance(keys, list | tuple) or not isinstance(saved, int | float) or saved <= 0:
             continue
         parts = [layers.get((str(key), BOTH)) for key in keys]
-        if all(part is not None for part in parts):
-            points[float(saved)] = max(chain.seconds * slowdown - sum(p for p in parts if p is not None), 0.0)
+        alone = sum(part for part in parts if part is not None)
+        # Beyond a few times its layers a chain has measured what else the machine did.
+        if all(part is not None for part in parts) and chain.seconds * slowdown <= _FAR * alone:
+            points[float(saved)] = max(chain.seconds * slowdown - alone, 0.0)
     if not points:
         return None
     sizes, seconds = _curve(points)
