@@ -25,9 +25,6 @@ CLUSTER = """
 threads = 1
 [types.fast]
 threads = 2
-[types.old]
-threads = 1
-lacks = ["float32"]
 """
 STEPS = 8
 
@@ -84,7 +81,7 @@ def test_a_directory_stays_taken_while_the_program_is_replaced(tmp_path: Path) -
 
 
 def test_a_run_changes_its_device_type_and_comes_back_from_a_node_that_fails(tmp_path: Path) -> None:
-    """slow -> fast by a new process; old cannot honour the precision; a second visit of slow fails on arrival."""
+    """slow -> fast by a new process; a second visit of slow fails on arrival."""
     (tmp_path / "cluster.toml").write_text(CLUSTER)
     environment = os.environ | {
         "ARENA_JAX_CLUSTER": str(tmp_path / "cluster.toml"),
@@ -93,7 +90,7 @@ def test_a_run_changes_its_device_type_and_comes_back_from_a_node_that_fails(tmp
         "JAX_PLATFORMS": "cpu",
     }
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # each type has its own
-    script = '["2: old:1", "3: fast:1", "5: slow:1"]'
+    script = '["3: fast:1", "5: slow:1"]'
     command = [sys.executable, "-m", "arena_jax", "train", "tests.relaunch_job:job", f"steps={STEPS}", "--json"]
     settings = [f"hook.script={script}", "plan.grid=slow:1", "tracking.enabled=false", "checkpoint.dir=runs"]
     done = subprocess.run([*command, *settings], env=environment, cwd=tmp_path, capture_output=True, text=True)
@@ -104,7 +101,6 @@ def test_a_run_changes_its_device_type_and_comes_back_from_a_node_that_fails(tmp
     (run,) = (tmp_path / "runs").iterdir()
     events = list(read_events(run))
     warnings = [e["message"] for e in events if e["kind"] == "warning"]
-    assert any("old has no float32 arithmetic" in message for message in warnings)
     assert any("cannot go to slow:1: it failed there: RuntimeError: this node is on fire" in m for m in warnings)
     assert [e["step"] for e in events if e["kind"] == "step"] == list(range(1, STEPS + 1))
     assert not (run / FILE_NAME).exists()
