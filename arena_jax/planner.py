@@ -10,7 +10,7 @@ import jax
 from arena_jax import home
 from arena_jax.compiler import Constraints, Problem
 from arena_jax.compiler.engines import available_engine
-from arena_jax.compiler.grid_search import FEWER
+from arena_jax.compiler.inter_op.grid_search import FEWER
 from arena_jax.compiler.search import PINNED
 from arena_jax.compiler.stored import StoredSearch
 from arena_jax.device_type import ENV_TYPE, cpu_type

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import jax
 
-from arena_jax.compiler.taught import keep_run
+from arena_jax.compiler.profiling.taught import keep_run
 from arena_jax.errors import CheckpointError, DataError, NonFiniteLossError
 from arena_jax.events import EventLog
 from arena_jax.grid import Allocation, GridShape, Plan, PlanIndex, SchedulerHook, parse_target, plan_difference

@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 
 from arena_jax.compiler import make_problem
-from arena_jax.compiler import work as w
 from arena_jax.compiler.analysis import Analysis, Constraints
 from arena_jax.compiler.cost import FITTED, Efficiency, Hardware
 from arena_jax.compiler.engines import Engine
 from arena_jax.compiler.graph import build_graph
-from arena_jax.compiler.grid_search import GridSearch, plan_grid
-from arena_jax.compiler.inter import StageChoice
+from arena_jax.compiler.inter_op.cuts import StageChoice
+from arena_jax.compiler.inter_op.grid_search import GridSearch, plan_grid
+from arena_jax.compiler.inter_op.stage_cost import LayerWork, MeshCost, layer_work, mesh_cost
+from arena_jax.compiler.intra_op import work as w
+from arena_jax.compiler.intra_op.sharding import ShardingSearch
 from arena_jax.compiler.layers import find_layers
 from arena_jax.compiler.search import MAX_STAGES
-from arena_jax.compiler.sharding import ShardingSearch
-from arena_jax.compiler.stage_cost import LayerWork, MeshCost, layer_work, mesh_cost
 from arena_jax.compiler.trace import trace_loss
 from arena_jax.grid import CATALOGUE, Allocation, Estimate, GridShape, Submesh, tilings
 from arena_jax.job import build

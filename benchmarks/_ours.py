@@ -5,8 +5,8 @@ from typing import Any
 import jax
 
 from arena_jax.compiler import Analysis, analyse, make_problem
-from arena_jax.compiler.stage_cost import Option
-from arena_jax.compiler.stage_plan import stage_plan
+from arena_jax.compiler.inter_op.stage_cost import Option
+from arena_jax.compiler.inter_op.stage_plan import stage_plan
 from arena_jax.grid import GridShape, Plan, Submesh
 from arena_jax.runtime import compile_program
 from benchmarks._handwritten import Task, optimizer

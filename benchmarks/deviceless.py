@@ -22,7 +22,7 @@ from typing import Any
 from arena_jax.compiler import Constraints
 from arena_jax.compiler.analysis import Analysis, analyse
 from arena_jax.compiler.cost import hardware_of
-from arena_jax.compiler.grid_search import plan_grid
+from arena_jax.compiler.inter_op.grid_search import plan_grid
 from arena_jax.compiler.search import UNLIMITED_BYTES, plan_problem
 from arena_jax.deviceless.client import CompiledPlan, compile_plans
 from arena_jax.deviceless.correction import Corrected, correct, moved_bytes

@@ -20,7 +20,7 @@ from arena_jax.compiler import analyse, make_problem
 from arena_jax.compiler.engines import StageProblem, StrategyProblem, cuts, highs
 from arena_jax.compiler.engines import alpa as alpa_engine
 from arena_jax.compiler.engines.alpa_process import alpa_process
-from arena_jax.compiler.prices import nominal_prices
+from arena_jax.compiler.intra_op.prices import nominal_prices
 from arena_jax.errors import ArenaError
 from arena_jax.job import build
 from arena_jax.recipe import load_recipe

@@ -24,9 +24,9 @@ import numpy as np
 from arena_jax.compiler import Analysis, Problem, analyse, make_problem
 from arena_jax.compiler.cost import hardware_of
 from arena_jax.compiler.engines import engine
-from arena_jax.compiler.prices import prices_of
+from arena_jax.compiler.intra_op.prices import prices_of
+from arena_jax.compiler.intra_op.sharding import RELATIVE_GAP, TiedSpace
 from arena_jax.compiler.search import plan_problem
-from arena_jax.compiler.sharding import RELATIVE_GAP, TiedSpace
 from arena_jax.compiler.stored import StoredSearch
 from arena_jax.grid import Allocation, GridShape, PlanIndex, PlanStore, Submesh
 from arena_jax.job import build

@@ -26,7 +26,7 @@ import numpy as np
 
 from arena_jax.compiler import analyse
 from arena_jax.compiler.cost import hardware_of
-from arena_jax.compiler.grid_search import estimate_plan
+from arena_jax.compiler.inter_op.grid_search import estimate_plan
 from arena_jax.grid import Allocation, Plan
 from arena_jax.home import home
 from benchmarks._plan_space import RECIPES, Candidate, candidates, keep_compiled, measure, name_of, problem_of

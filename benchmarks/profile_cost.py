@@ -25,8 +25,8 @@ import numpy as np
 
 from arena_jax.compiler import analyse
 from arena_jax.compiler.cost import hardware_of
-from arena_jax.compiler.pieces import pieces_of
-from arena_jax.compiler.profiler import REPEATS, profile
+from arena_jax.compiler.profiling.pieces import pieces_of
+from arena_jax.compiler.profiling.profiler import REPEATS, profile
 from arena_jax.grid import Allocation, ProfileStore
 from benchmarks._plan_space import RECIPES, candidates, keep_compiled, problem_of
 from benchmarks._report import table, write

@@ -11,8 +11,8 @@ import optax
 from flax import nnx
 
 from arena_jax.compiler import Analysis, Problem, analyse, make_problem
-from arena_jax.compiler.stage_cost import Option
-from arena_jax.compiler.stage_plan import stage_plan
+from arena_jax.compiler.inter_op.stage_cost import Option
+from arena_jax.compiler.inter_op.stage_plan import stage_plan
 from arena_jax.grid import GridShape, Plan, Submesh
 from arena_jax.job import build
 from arena_jax.recipe import load_recipe

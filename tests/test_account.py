@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from arena_jax.compiler import work as w
 from arena_jax.compiler.hlo import collective_bytes
+from arena_jax.compiler.intra_op import work as w
 from arena_jax.runtime.one_stage import OneStage
 from tests.problems import compile_program, make_plan, recipe_analysis
 

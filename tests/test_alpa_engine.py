@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from arena_jax import solver_setup
 from arena_jax.compiler.engines import Comparison, StageProblem, StrategyProblem, alpa, engine
 from arena_jax.compiler.engines.alpa_process import AlpaProcess, alpa_process
-from arena_jax.compiler.inter import best_stages
+from arena_jax.compiler.inter_op.cuts import best_stages
 from arena_jax.errors import ArenaError, UsageError
 from arena_jax.grid import GridShape
 from tests.test_inter import GRIDS, Table, all_stagings, objective

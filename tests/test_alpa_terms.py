@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from arena_jax.compiler.specs import with_specs
+from arena_jax.compiler.intra_op.specs import with_specs
 from arena_jax.errors import PlanError
 from arena_jax.grid import Allocation, GridShape, Plan, StagePlan, Submesh
 from arena_jax.solver_setup import alpa_folder

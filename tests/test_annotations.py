@@ -19,8 +19,8 @@ import arena_jax
 from arena_jax.compiler import Constraints, analyse, make_problem, plan_problem
 from arena_jax.compiler.annotations import AxisRules
 from arena_jax.compiler.emit import Emitter
+from arena_jax.compiler.intra_op.layout import DP, TP, MeshShape
 from arena_jax.compiler.job_key import job_key
-from arena_jax.compiler.layout import DP, TP, MeshShape
 from arena_jax.errors import InfeasibleError, PlanError, RecipeError, UsageError
 from arena_jax.grid import GridShape, Plan
 from arena_jax.recipe import load_recipe

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from arena_jax.compiler.inter import Costs, best_stages, least_memory, stage_submeshes
+from arena_jax.compiler.inter_op.cuts import Costs, best_stages, least_memory, stage_submeshes
 from arena_jax.grid import GridShape, Submesh, tilings
 
 GRIDS = (

@@ -10,8 +10,8 @@ import pytest
 
 from arena_jax.compiler import Analysis
 from arena_jax.compiler.flops import jaxpr_flops
-from arena_jax.compiler.layer_programs import LayerProgram
-from arena_jax.compiler.sharding import Sharding
+from arena_jax.compiler.intra_op.sharding import Sharding
+from arena_jax.compiler.profiling.layer_programs import LayerProgram
 from tests.problems import random_batch, recipe_analysis, recipe_problem
 
 

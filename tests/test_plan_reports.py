@@ -14,8 +14,8 @@ from arena_jax.cli import main
 from arena_jax.cli.plan_explain import Named, explain_lines, explanation, find_other, named
 from arena_jax.compiler import Constraints, Problem, make_problem, plan_problem
 from arena_jax.compiler.analysis import analyse
-from arena_jax.compiler.binding import binding_constraints
 from arena_jax.compiler.by_hand import NAMES, by_hand
+from arena_jax.compiler.intra_op.binding import binding_constraints
 from arena_jax.errors import UsageError
 from arena_jax.grid import CATALOGUE, Allocation, Catalogue, GridShape, PlanIndex
 from tests.doubles import Toy, ToyLoader, toy_loss

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from arena_jax.compiler import plan_problem
-from arena_jax.compiler.grid_search import FEWER
+from arena_jax.compiler.inter_op.grid_search import FEWER
 from arena_jax.errors import InfeasibleError, UsageError
 from arena_jax.grid import CATALOGUE, Allocation, GridShape, IndexRow, PlanIndex
 from arena_jax.planner import Planner, allocation_of, choose

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from arena_jax.compiler.cost import hardware_of
-from arena_jax.compiler.flat import Op
-from arena_jax.compiler.layout import DP, TP, MeshShape
-from arena_jax.compiler.products import Product, product_of, product_seconds
+from arena_jax.compiler.intra_op.flat import Op
+from arena_jax.compiler.intra_op.layout import DP, TP, MeshShape
+from arena_jax.compiler.intra_op.products import Product, product_of, product_seconds
 from arena_jax.grid import Allocation
 
 MESH = MeshShape(2, 4)

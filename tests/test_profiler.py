@@ -13,15 +13,15 @@ import jax
 import numpy as np
 import pytest
 
-from arena_jax.compiler import profiler
 from arena_jax.compiler.analysis import Constraints
 from arena_jax.compiler.cost import hardware_of
 from arena_jax.compiler.cost.cores import share_of_cores
 from arena_jax.compiler.cost.pieces import BOTH
 from arena_jax.compiler.cost.pieces import Pieces as KnownPieces
-from arena_jax.compiler.grid_search import estimate_plan, plan_grid
-from arena_jax.compiler.pieces import Pieces, pieces_of
-from arena_jax.compiler.profiler import Outcome, profile
+from arena_jax.compiler.inter_op.grid_search import estimate_plan, plan_grid
+from arena_jax.compiler.profiling import profiler
+from arena_jax.compiler.profiling.pieces import Pieces, pieces_of
+from arena_jax.compiler.profiling.profiler import Outcome, profile
 from arena_jax.errors import ArenaError
 from arena_jax.grid import Allocation, GridShape, Profile, ProfileStore
 from tests.problems import recipe_analysis, recipe_problem

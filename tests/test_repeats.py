@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arena_jax.compiler.repeats import classes_of
+from arena_jax.compiler.intra_op.repeats import classes_of
 
 # A body that repeats nothing inside, so that its own length is the shortest period.
 bodies = st.integers(8, 20).map(lambda n: list(range(100, 100 + n)))

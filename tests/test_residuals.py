@@ -9,7 +9,7 @@ import pytest
 from jax.extend import core as jex_core
 
 from arena_jax.compiler import _compat
-from arena_jax.compiler.flat import flatten
+from arena_jax.compiler.intra_op.flat import flatten
 from tests.problems import recipe_analysis
 
 

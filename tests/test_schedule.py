@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arena_jax.compiler.schedule import BACKWARD, FORWARD, Task, one_f_one_b
+from arena_jax.compiler.inter_op.schedule import BACKWARD, FORWARD, Task, one_f_one_b
 
 
 def needs(task: Task, num_stages: int) -> list[Task]:

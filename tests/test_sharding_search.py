@@ -2,7 +2,7 @@
 
 import pytest
 
-from arena_jax.compiler import work as w
+from arena_jax.compiler.intra_op import work as w
 from arena_jax.compiler.problem import STATE
 from tests.problems import recipe_analysis
 

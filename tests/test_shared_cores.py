@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arena_jax.compiler.cost.cores import share_of_cores
-from arena_jax.compiler.shared_cores import SharedStage, pipeline_s
+from arena_jax.compiler.inter_op.shared_cores import SharedStage, pipeline_s
 
 
 def stages(times: list[tuple[float, float]], *, limit: float, devices: int = 1) -> list[SharedStage]:

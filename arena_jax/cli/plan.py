@@ -257,7 +257,7 @@ def _explain(
 ) -> list[dict[str, Any]]:
     """Explain the best plan of each allocation; print it, and return what ``--json`` says of it."""
     from arena_jax.cli.plan_explain import explain_lines, explanation, find_other
-    from arena_jax.compiler.binding import binding_constraints
+    from arena_jax.compiler.intra_op.binding import binding_constraints
 
     explanations = []
     for plan in plans.best:

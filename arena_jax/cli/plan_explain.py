@@ -10,8 +10,8 @@ from arena_jax.errors import ArenaError, UsageError
 from arena_jax.grid import CATALOGUE, Allocation, Catalogue, GridShape, IndexRow, PlanIndex
 
 if TYPE_CHECKING:
-    from arena_jax.compiler.binding import Binding
     from arena_jax.compiler.by_hand import HandWritten
+    from arena_jax.compiler.intra_op.binding import Binding
 
 _LABEL, _CELL = 30, 18
 # What the keys of an estimate's breakdowns mean to a person.

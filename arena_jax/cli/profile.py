@@ -63,8 +63,8 @@ def run(recipe: str, overrides: tuple[str, ...], specs: tuple[str, ...], budget:
         start_jax()
     from arena_jax.compiler.analysis import analyse
     from arena_jax.compiler.cost import hardware_of
-    from arena_jax.compiler.pieces import pieces_of
-    from arena_jax.compiler.profiler import profile
+    from arena_jax.compiler.profiling.pieces import pieces_of
+    from arena_jax.compiler.profiling.profiler import profile
     from arena_jax.job import build
     from arena_jax.planner import constraints_of
 

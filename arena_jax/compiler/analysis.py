@@ -8,13 +8,13 @@ from arena_jax.compiler.cost import Hardware
 from arena_jax.compiler.coupling import couples_samples
 from arena_jax.compiler.engines import Engine, engine
 from arena_jax.compiler.graph import Graph, build_graph
-from arena_jax.compiler.layer_programs import LayerPrograms
+from arena_jax.compiler.inter_op.stage_cost import MeshCost, Option, StateRatios, layer_work, mesh_cost, state_ratios
+from arena_jax.compiler.intra_op.prices import prices_of
+from arena_jax.compiler.intra_op.sharding import ShardingSearch
 from arena_jax.compiler.layers import Layers, find_layers
-from arena_jax.compiler.prices import prices_of
 from arena_jax.compiler.problem import Problem
+from arena_jax.compiler.profiling.layer_programs import LayerPrograms
 from arena_jax.compiler.row_shards import has_row_shards
-from arena_jax.compiler.sharding import ShardingSearch
-from arena_jax.compiler.stage_cost import MeshCost, Option, StateRatios, layer_work, mesh_cost, state_ratios
 from arena_jax.compiler.trace import Trace, trace_loss
 from arena_jax.grid import Submesh
 

@@ -17,7 +17,7 @@ from flax.core import spmd
 from jax.sharding import PartitionSpec
 
 from arena_jax.compiler import _compat
-from arena_jax.compiler.layout import DP, NAMES, TP, Layout, MeshShape
+from arena_jax.compiler.intra_op.layout import DP, NAMES, TP, Layout, MeshShape
 from arena_jax.compiler.meshless import CONSTRAINT
 from arena_jax.errors import UsageError, nearest
 

@@ -9,7 +9,7 @@ import numpy as np
 from arena_jax.compiler.analysis import Analysis, Constraints, analyse
 from arena_jax.compiler.cost import Hardware, hardware_of
 from arena_jax.compiler.engines import check_engine
-from arena_jax.compiler.grid_search import plan_grid
+from arena_jax.compiler.inter_op.grid_search import plan_grid
 from arena_jax.compiler.job_key import job_key
 from arena_jax.compiler.problem import Problem
 from arena_jax.errors import UsageError

@@ -199,7 +199,7 @@ class Plan:
     ) -> "Plan":
         """Read what :meth:`to_alpa` wrote, or the fields of an ``alpa.ManualStageOption``.
 
-        Such a plan says no specs: :func:`arena_jax.compiler.specs.with_specs` finds them.
+        Such a plan says no specs: :func:`arena_jax.compiler.intra_op.specs.with_specs` finds them.
 
         Args:
             allocation, model_fingerprint, global_batch, precision: what Alpa's terms leave open.

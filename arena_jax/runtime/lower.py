@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from arena_jax.compiler.graph import build_graph, split_scans
+from arena_jax.compiler.intra_op.layout import MeshShape, to_layout
 from arena_jax.compiler.layers import Layers, Position, find_layers
-from arena_jax.compiler.layout import MeshShape, to_layout
 from arena_jax.compiler.problem import FROZEN, PARAMS, STATE, Problem
 from arena_jax.compiler.row_shards import has_row_shards
 from arena_jax.compiler.stages import StageGraph, cut_stages

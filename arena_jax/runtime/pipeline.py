@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from arena_jax.compiler.inter_op.schedule import FORWARD, one_f_one_b
 from arena_jax.compiler.problem import Problem
-from arena_jax.compiler.schedule import FORWARD, one_f_one_b
 from arena_jax.compiler.stages import Boundary, StageGraph
 from arena_jax.errors import UsageError
 from arena_jax.runtime.engine import Compile, Metrics, Sums, compile_here

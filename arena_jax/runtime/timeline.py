@@ -1,6 +1,6 @@
 """When each program of a pipeline step runs, as the cost model predicts it.
 
-The order is the one the runtime issues (:mod:`arena_jax.compiler.schedule`); a program starts when its
+The order is the one the runtime issues (:mod:`arena_jax.compiler.inter_op.schedule`); a program starts when its
 stage is free and its values have arrived. A link carries one microbatch at a time.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from arena_jax.compiler.schedule import FORWARD, one_f_one_b
+from arena_jax.compiler.inter_op.schedule import FORWARD, one_f_one_b
 from arena_jax.grid import StageEstimate
 
 Kind = Literal["forward", "backward", "send", "update"]

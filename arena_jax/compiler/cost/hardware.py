@@ -164,7 +164,7 @@ def hardware_of(allocation: Allocation, catalogue: Catalogue = CATALOGUE) -> Har
         from arena_jax.compiler.cpu import measured_cpu
 
         device = measured_cpu(device, allocation.num_devices)
-    from arena_jax.compiler.measured import measured
+    from arena_jax.compiler.profiling.measured import measured
 
     shared = device.platform == "cpu" and device.threads is None
     known = measured(device.name, allocation.num_devices if shared else None)

@@ -11,12 +11,12 @@ from arena_jax.compiler.cost import Hardware, transfer_s
 from arena_jax.compiler.cost.cores import share_of_cores
 from arena_jax.compiler.engines import engine
 from arena_jax.compiler.flops import jaxpr_flops
-from arena_jax.compiler.inter import Costs, StageChoice, best_stages, least_memory
+from arena_jax.compiler.inter_op.cuts import Costs, StageChoice, best_stages, least_memory
+from arena_jax.compiler.inter_op.shared_cores import SharedStage, pipeline_s
+from arena_jax.compiler.inter_op.stage_cost import MeshCost, Option
+from arena_jax.compiler.inter_op.stage_facts import stage_facts
+from arena_jax.compiler.inter_op.stage_plan import make_plan
 from arena_jax.compiler.problem import PARAMS
-from arena_jax.compiler.shared_cores import SharedStage, pipeline_s
-from arena_jax.compiler.stage_cost import MeshCost, Option
-from arena_jax.compiler.stage_facts import stage_facts
-from arena_jax.compiler.stage_plan import make_plan
 from arena_jax.errors import PlanError, counted
 from arena_jax.grid import Estimate, GridShape, IndexRow, Plan, StageEstimate, Submesh, logical_meshes, tilings
 

@@ -11,17 +11,17 @@ from functools import cached_property
 
 import numpy as np
 
-from arena_jax.compiler import work as w
 from arena_jax.compiler.engines import Engine, StrategyProblem, StrategySolution, engine
-from arena_jax.compiler.flat import Flat, flatten
 from arena_jax.compiler.flops import HEAVY
-from arena_jax.compiler.flow import Flow, flow_of
 from arena_jax.compiler.graph import Graph
-from arena_jax.compiler.layout import Axes, Layout, MeshShape, to_axes
-from arena_jax.compiler.partition import Assignment, Partitioned, follow, partition
-from arena_jax.compiler.prices import Prices, nominal_prices
-from arena_jax.compiler.products import Product, product_of
-from arena_jax.compiler.strategies import Led, Step, Strategies, reading_work, strategies_of
+from arena_jax.compiler.intra_op import work as w
+from arena_jax.compiler.intra_op.flat import Flat, flatten
+from arena_jax.compiler.intra_op.flow import Flow, flow_of
+from arena_jax.compiler.intra_op.layout import Axes, Layout, MeshShape, to_axes
+from arena_jax.compiler.intra_op.partition import Assignment, Partitioned, follow, partition
+from arena_jax.compiler.intra_op.prices import Prices, nominal_prices
+from arena_jax.compiler.intra_op.products import Product, product_of
+from arena_jax.compiler.intra_op.strategies import Led, Step, Strategies, reading_work, strategies_of
 from arena_jax.errors import ArenaError
 
 # Good enough to stop at, and seconds after which the best found so far is taken.

@@ -15,15 +15,15 @@ import jax
 import numpy as np
 
 from arena_jax.compiler import _compat
-from arena_jax.compiler import work as w
 from arena_jax.compiler.cost import Hardware, Link, links_of
 from arena_jax.compiler.graph import Graph
-from arena_jax.compiler.layer_programs import LayerProgram, LayerPrograms
+from arena_jax.compiler.intra_op import work as w
+from arena_jax.compiler.intra_op.layout import Axes
+from arena_jax.compiler.intra_op.products import Product, product_seconds
+from arena_jax.compiler.intra_op.sharding import Sharding
 from arena_jax.compiler.layers import Layers
-from arena_jax.compiler.layout import Axes
 from arena_jax.compiler.problem import PARAMS, STATE, Problem
-from arena_jax.compiler.products import Product, product_seconds
-from arena_jax.compiler.sharding import Sharding
+from arena_jax.compiler.profiling.layer_programs import LayerProgram, LayerPrograms
 from arena_jax.grid import Submesh
 
 DP, TP = w.AXES

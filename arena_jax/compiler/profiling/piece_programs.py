@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from arena_jax.compiler._compat import is_key
 from arena_jax.compiler.cost.pieces import FORWARD
-from arena_jax.compiler.layer_programs import LayerProgram, update_inputs, updated
 from arena_jax.compiler.problem import Problem
+from arena_jax.compiler.profiling.layer_programs import LayerProgram, update_inputs, updated
 
 Run = Callable[[], None]
 # Collectives in one program, so that issuing it is a small part of its time.

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from arena_jax.compiler import work as w
 from arena_jax.compiler.cost import Hardware, Link, links_of
+from arena_jax.compiler.intra_op import work as w
 from arena_jax.grid import Submesh
 
 # Bytes at which the rate of a link is read off: collectives worth choosing between are large.

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from arena_jax.compiler import work as w
 from arena_jax.compiler.dims import CUMULATIVE, ELEMENTWISE, REDUCTIONS, Rule
-from arena_jax.compiler.flat import ARGUMENTS, CARRY, RESTACK, UNSTACK, Op, Value
 from arena_jax.compiler.flops import eqn_flops
-from arena_jax.compiler.layout import NAMES, Layout, MeshShape
+from arena_jax.compiler.intra_op import work as w
+from arena_jax.compiler.intra_op.flat import ARGUMENTS, CARRY, RESTACK, UNSTACK, Op, Value
+from arena_jax.compiler.intra_op.layout import NAMES, Layout, MeshShape
 from arena_jax.compiler.rules.rule import Dims
 
 Assignment = tuple[tuple[int, int], ...]

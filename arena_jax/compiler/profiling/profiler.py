@@ -20,7 +20,8 @@ import numpy as np
 
 from arena_jax.compiler.cost.cores import share_of_cores
 from arena_jax.compiler.cost.pieces import BOTH
-from arena_jax.compiler.piece_programs import (
+from arena_jax.compiler.problem import Problem
+from arena_jax.compiler.profiling.piece_programs import (
     CHAIN,
     Run,
     collective_run,
@@ -30,7 +31,7 @@ from arena_jax.compiler.piece_programs import (
     transfer_run,
     update_run,
 )
-from arena_jax.compiler.pieces import (
+from arena_jax.compiler.profiling.pieces import (
     ChainPiece,
     CollectivePiece,
     DispatchPiece,
@@ -40,7 +41,6 @@ from arena_jax.compiler.pieces import (
     TransferPiece,
     UpdatePiece,
 )
-from arena_jax.compiler.problem import Problem
 from arena_jax.errors import ArenaError
 from arena_jax.grid import Profile, ProfileStore
 

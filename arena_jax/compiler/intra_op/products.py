@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from arena_jax.compiler.cost import Hardware
-from arena_jax.compiler.flat import Op
-from arena_jax.compiler.layout import Layout, MeshShape
+from arena_jax.compiler.intra_op.flat import Op
+from arena_jax.compiler.intra_op.layout import Layout, MeshShape
 
 Floats = np.ndarray
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 
-from arena_jax.compiler import work as w
+from arena_jax.compiler.intra_op import work as w
 
 DP, TP = 1, 2
 NAMES = {DP: "dp", TP: "tp"}

@@ -20,11 +20,11 @@ import optax
 from arena_jax.compiler import _compat
 from arena_jax.compiler.emit import Emitter
 from arena_jax.compiler.graph import Graph, build_graph, split_scans
+from arena_jax.compiler.intra_op.layout import DP, MeshShape, to_layout
+from arena_jax.compiler.intra_op.sharding import Sharding, ShardingSearch
 from arena_jax.compiler.layers import Layers
-from arena_jax.compiler.layout import DP, MeshShape, to_layout
-from arena_jax.compiler.one_device import NotLocalError, OneDevice, line_of, local_shape
 from arena_jax.compiler.problem import PARAMS, STATE, Problem
-from arena_jax.compiler.sharding import Sharding, ShardingSearch
+from arena_jax.compiler.profiling.one_device import NotLocalError, OneDevice, line_of, local_shape
 from arena_jax.compiler.stages import Stage, StageGraph, cut_stages, is_differentiable
 from arena_jax.compiler.trace import Trace, trace_loss
 from arena_jax.errors import ArenaError

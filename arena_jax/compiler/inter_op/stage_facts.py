@@ -1,14 +1,14 @@
 """Where the time and memory of one stage go, for a person to read.
 
-Everything here is a difference of what :class:`~arena_jax.compiler.stage_cost.MeshCost` says under
+Everything here is a difference of what :class:`~arena_jax.compiler.inter_op.stage_cost.MeshCost` says under
 neighbouring options, so that the parts add up to the numbers that the search ranked plans by.
 """
 
 import itertools
 from dataclasses import replace
 
-from arena_jax.compiler import work as w
-from arena_jax.compiler.stage_cost import MeshCost, Option
+from arena_jax.compiler.inter_op.stage_cost import MeshCost, Option
+from arena_jax.compiler.intra_op import work as w
 from arena_jax.grid import StageEstimate
 
 

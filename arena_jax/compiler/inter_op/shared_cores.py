@@ -7,7 +7,7 @@ program runs as soon as its stage and its inputs are ready, and those that run s
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from arena_jax.compiler.schedule import FORWARD, Task, one_f_one_b
+from arena_jax.compiler.inter_op.schedule import FORWARD, Task, one_f_one_b
 
 
 @dataclass(frozen=True, kw_only=True)

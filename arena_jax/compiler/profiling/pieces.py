@@ -12,15 +12,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from arena_jax.compiler import work as w
 from arena_jax.compiler.analysis import Analysis, Constraints
 from arena_jax.compiler.cost import Hardware, transfer_s
 from arena_jax.compiler.cost.links import group_link
 from arena_jax.compiler.cost.pieces import BOTH, FORWARD
-from arena_jax.compiler.inter import stage_submeshes
-from arena_jax.compiler.layer_programs import LayerProgram
+from arena_jax.compiler.inter_op.cuts import stage_submeshes
+from arena_jax.compiler.inter_op.stage_cost import MeshCost, Option
+from arena_jax.compiler.intra_op import work as w
+from arena_jax.compiler.profiling.layer_programs import LayerProgram
 from arena_jax.compiler.search import grids_of_targets, microbatch_choices
-from arena_jax.compiler.stage_cost import MeshCost, Option
 from arena_jax.grid import Allocation, GridShape, Submesh, logical_meshes
 
 # A candidate this much slower than the best, as a share, weighs a third as much.

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from arena_jax.compiler.dims import Rule
-from arena_jax.compiler.flat import CARRY, UNSTACK, Flat, Op
+from arena_jax.compiler.intra_op.flat import CARRY, UNSTACK, Flat, Op
+from arena_jax.compiler.intra_op.repeats import classes_of
 from arena_jax.compiler.problem import PARAMS, STATE, Leaf
-from arena_jax.compiler.repeats import classes_of
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from arena_jax.compiler.analysis import Analysis
-from arena_jax.compiler.stage_cost import Option
-from arena_jax.compiler.stage_plan import stage_plan
+from arena_jax.compiler.inter_op.stage_cost import Option
+from arena_jax.compiler.inter_op.stage_plan import stage_plan
 from arena_jax.grid import Plan
 
 

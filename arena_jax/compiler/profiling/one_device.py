@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from arena_jax.compiler import _compat
-from arena_jax.compiler.layout import Layout, MeshShape
+from arena_jax.compiler.intra_op.layout import Layout, MeshShape
 
 Shape = tuple[int, ...]
 # Key of an equation -> the layout of each operand as it is read, and of each result.

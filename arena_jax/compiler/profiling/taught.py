@@ -9,7 +9,7 @@ import jax
 
 from arena_jax import home
 from arena_jax.compiler.cost import hardware_of
-from arena_jax.compiler.profiler import environment_of
+from arena_jax.compiler.profiling.profiler import environment_of
 from arena_jax.errors import ArenaError
 from arena_jax.grid import Estimate, Plan, Profile, ProfileStore
 

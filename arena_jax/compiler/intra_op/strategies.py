@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from arena_jax.compiler import work as w
 from arena_jax.compiler.annotations import Annotations
 from arena_jax.compiler.dims import ELEMENTWISE, Rule
-from arena_jax.compiler.flat import CARRY, Flat, Op, Value
 from arena_jax.compiler.flops import HEAVY, eqn_flops
-from arena_jax.compiler.flow import Flow
-from arena_jax.compiler.layout import DP, TP, Layout, MeshShape
-from arena_jax.compiler.partition import Assignment, Partitioned, follow, free_factors, partition, stacked_work
+from arena_jax.compiler.intra_op import work as w
+from arena_jax.compiler.intra_op.flat import CARRY, Flat, Op, Value
+from arena_jax.compiler.intra_op.flow import Flow
+from arena_jax.compiler.intra_op.layout import DP, TP, Layout, MeshShape
+from arena_jax.compiler.intra_op.partition import Assignment, Partitioned, follow, free_factors, partition, stacked_work
 from arena_jax.compiler.problem import PARAMS, STATE, Leaf
 
 Layouts = tuple[Layout, ...]

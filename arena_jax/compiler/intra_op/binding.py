@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from arena_jax.compiler.analysis import Analysis, Constraints
 from arena_jax.compiler.cost import Hardware, hardware_of
-from arena_jax.compiler.grid_search import plan_grid
+from arena_jax.compiler.inter_op.grid_search import plan_grid
 from arena_jax.compiler.search import UNLIMITED_BYTES, fastest, microbatch_choices
 from arena_jax.grid import CATALOGUE, Catalogue, IndexRow
 

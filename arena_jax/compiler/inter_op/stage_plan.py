@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from arena_jax.compiler.analysis import Analysis
-from arena_jax.compiler.inter import StageChoice
+from arena_jax.compiler.inter_op.cuts import StageChoice
+from arena_jax.compiler.inter_op.stage_cost import MeshCost, Option
+from arena_jax.compiler.intra_op.layout import Axes
+from arena_jax.compiler.intra_op.sharding import Sharding
 from arena_jax.compiler.layers import Layers
-from arena_jax.compiler.layout import Axes
 from arena_jax.compiler.problem import PARAMS
-from arena_jax.compiler.sharding import Sharding
-from arena_jax.compiler.stage_cost import MeshCost, Option
 from arena_jax.grid import GridShape, Plan, Spec, StagePlan, Submesh, zero_spec
 
 
