@@ -49,6 +49,7 @@ verify: setup
 	$(BIN)/python -m tests.swap_verify
 	$(BIN)/python -m tests.service.chaos
 	$(BIN)/python -m tests.kill_group
+	ARENA_JAX_LONG=1 $(BIN)/python -m pytest -q tests/test_gpu_profile.py
 
 lint: setup
 	$(BIN)/ruff check .

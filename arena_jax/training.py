@@ -224,8 +224,9 @@ def _run(
         signals.check("planning")
         compiled = training.planner.compile(candidate, None if note is None else note.here.devices)
         signals.check("compiling")
+        estimate = candidate.estimate
     else:
-        compiled = supervised.compiled
+        compiled, estimate = supervised.compiled, None
     program = compiled.program
     training.planner.settle(program.plan.num_microbatches)
     training.feed.keep_rows(program.rows)
@@ -253,7 +254,7 @@ def _run(
         outcome = trainer.run(state, first_step=first_step)
         if not outcome.swaps:
             # The first step of a process is slower than the plan is.
-            keep_run(program.plan, candidate.estimate, [record.step_time_s for record in outcome.history[1:]])
+            keep_run(program.plan, estimate, [record.step_time_s for record in outcome.history[1:]])
         return outcome
     jax.block_until_ready(state)
     if resumption is not None:

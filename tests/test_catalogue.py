@@ -86,7 +86,16 @@ def test_a_cluster_file_adds_rows() -> None:
 
 
 _OPTIONAL = (
-    *("price_per_hour", "threads", "num_cores", "fp32_lanes_per_core", "cache_bytes", "power_w", "process_nm"),
+    *(
+        "compute_capability",
+        "price_per_hour",
+        "threads",
+        "num_cores",
+        "fp32_lanes_per_core",
+        "cache_bytes",
+        "power_w",
+        "process_nm",
+    ),
 )
 
 

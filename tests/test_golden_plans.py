@@ -12,6 +12,7 @@ import pytest
 
 from arena_jax.compiler import make_problem, plan_problem
 from arena_jax.grid import CATALOGUE, Allocation, IndexRow, Plan, Spec
+from arena_jax.home import numba_cache
 from arena_jax.job import build
 from arena_jax.planner import constraints_of
 from arena_jax.recipe import load_recipe
@@ -21,6 +22,14 @@ FOLDER = Path(__file__).parent / "golden" / "plans"
 FIXED = CATALOGUE.extended({"cpu": {"threads": 1, "peak_flops": {"float32": 50e9, "float64": 25e9, "float16": 50e9}}})
 ALLOCATIONS = ("cpu:4", "a100:2x2")
 NUM_MICROBATCHES = 4
+
+
+@pytest.fixture(autouse=True)
+def no_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home without what other tests have measured and learnt; alpa's compiled functions stay at hand."""
+    numba_cache().mkdir(parents=True, exist_ok=True)
+    (tmp_path / "numba").symlink_to(numba_cache())
+    monkeypatch.setenv("ARENA_JAX_HOME", str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["gpt_tiny", "bert_tiny", "moe_tiny", "wide_resnet_tiny"])

@@ -176,7 +176,7 @@ def test_home_follows_the_environment_variable(tmp_path, monkeypatch):
     (compile_cache() / "program").write_bytes(b"x" * 100)
     assert home() == tmp_path
     sizes = {cache.name: (cache.num_files, cache.size_bytes) for cache in cache_sizes()}
-    assert sizes == {"compile": (1, 100), "plans": (0, 0), "profiles": (0, 0), "numba": (0, 0)}
+    assert sizes == {"compile": (1, 100), "plans": (0, 0), "profiles": (0, 0), "numba": (0, 0), "deviceless": (0, 0)}
     monkeypatch.delenv("ARENA_JAX_HOME")
     assert home().name == "arena-jax"
 
