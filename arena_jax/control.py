@@ -12,11 +12,8 @@ Asked for                                     answered
 
 import json
 import os
-import shutil
 import socket
 import stat
-import struct
-import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,11 +23,10 @@ from typing import Any
 
 from arena_jax.errors import ArenaError, UsageError
 from arena_jax.grid import Allocation, GridShape, Pause, Request, StepReport, Stop, Target, parse_target
+from arena_jax.owner_socket import OwnerSocket, announced, peer_of
 
 FILE_NAME = "control.json"
 _SOCKET_NAME = "control.sock"
-# What the kernel takes is about 108 bytes; a longer path is replaced by one in the temporary folder.
-_MAX_PATH_BYTES = 100
 _MAX_LINE_BYTES = 1 << 16
 _TIMEOUT_S = 5.0
 _KEYS = {"target", "devices", "deadline_s", "reason", "wait"}
@@ -49,12 +45,7 @@ class ControlSocket:
     """
 
     def __init__(self, folder: str | Path, path: str | Path | None = None, *, pending: Request | None = None) -> None:
-        self._folder = Path(folder)
-        self._own_folder: Path | None = None
-        self.path = Path(path) if path is not None else self._folder / _SOCKET_NAME
-        if path is None and len(os.fsencode(self.path.absolute())) > _MAX_PATH_BYTES:
-            self._own_folder = Path(tempfile.mkdtemp(prefix="arena-jax-"))
-            self.path = self._own_folder / _SOCKET_NAME
+        self._place = OwnerSocket(Path(folder), _SOCKET_NAME, FILE_NAME, None if path is None else Path(path))
         self._lock = threading.Lock()
         self._request: Request | None = None
         self._latest: tuple[str, Request] | None = None
@@ -66,7 +57,8 @@ class ControlSocket:
             self._count = int(pending.id.rpartition("-")[2])
         self._prepare: list[GridShape] = []
         self._report: StepReport | None = None
-        self._server = self._listen()
+        _clear_place(self.path)
+        self._server = self._place.listen(8, hint="set hook.socket to a short path on a local disk, or to off")
         threading.Thread(target=self._serve, name="control-socket", daemon=True).start()
 
     # The hook.
@@ -97,34 +89,14 @@ class ControlSocket:
         """Take no more requests, and remove the socket."""
         with suppress(OSError):
             self._server.close()
-        for file in (self.path, self._folder / FILE_NAME):
-            with suppress(OSError):
-                file.unlink()
-        if self._own_folder is not None:
-            shutil.rmtree(self._own_folder, ignore_errors=True)
+        self._place.remove()
+
+    @property
+    def path(self) -> Path:
+        """Of the socket."""
+        return self._place.path
 
     # The server.
-
-    def _listen(self) -> socket.socket:
-        _clear_place(self.path)
-        server = socket.socket(socket.AF_UNIX)
-        try:
-            server.bind(str(self.path))
-            # Between the two calls others could connect where the folder lets them; each peer is checked, too.
-            os.chmod(self.path, 0o600)
-            server.listen(8)
-            temporary = self._folder / f"{FILE_NAME}.tmp"
-            temporary.write_text(
-                json.dumps({"socket": str(self.path.absolute()), "pid": os.getpid()}), encoding="utf-8"
-            )
-            temporary.rename(self._folder / FILE_NAME)
-        except OSError as error:
-            server.close()
-            raise UsageError(
-                f"cannot listen on {str(self.path)!r}: {error.strerror or error}",
-                hint="set hook.socket to a short path on a local disk, or to off",
-            ) from error
-        return server
 
     def _serve(self) -> None:
         while True:
@@ -135,7 +107,9 @@ class ControlSocket:
             with connection, suppress(OSError, ValueError):
                 connection.settimeout(_TIMEOUT_S)
                 try:
-                    _check_peer(connection)
+                    user = peer_of(connection)
+                    if user not in (None, os.geteuid(), 0):
+                        raise UsageError(f"user {user} may not resize a training of user {os.geteuid()}")
                     answer = self._answer(_read(connection))
                 except ArenaError as error:
                     answer = {"error": error.message, "hint": error.hint}
@@ -257,8 +231,7 @@ def _met(target: Any, report: StepReport) -> bool:
 
 def _socket_of(folder: Path) -> Path:
     try:
-        path = Path(json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))["socket"])
-        owner = path.stat().st_uid
+        path, owner = announced(folder / FILE_NAME)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"no training listens in {str(folder)!r}", hint="it has ended, or was started without a socket"
@@ -290,15 +263,6 @@ def _clear_place(path: Path) -> None:
             path.unlink(missing_ok=True)
             return
     raise UsageError(f"another training listens on {str(path)!r}", hint="set hook.socket to another path")
-
-
-def _check_peer(connection: socket.socket) -> None:
-    if not hasattr(socket, "SO_PEERCRED"):
-        return  # not Linux: the socket's mode must do
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", credentials)
-    if user not in (os.geteuid(), 0):
-        raise UsageError(f"user {user} may not resize a training of user {os.geteuid()}")
 
 
 def _read(connection: socket.socket) -> dict[str, Any]:

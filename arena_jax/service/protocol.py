@@ -16,6 +16,7 @@ from typing import Any
 from platformdirs import user_state_path
 
 from arena_jax.errors import ArenaError, UsageError
+from arena_jax.owner_socket import announced
 
 ENV_STATE = "ARENA_JAX_SERVICE"
 FILE_NAME, SOCKET_NAME = "service.json", "service.sock"
@@ -85,8 +86,7 @@ _HOW_TO_START = "start one: arena-jax serve --cluster cluster.toml"
 
 def _socket_of(state: Path) -> Path:
     try:
-        path = Path(json.loads((state / FILE_NAME).read_text(encoding="utf-8"))["socket"])
-        owner = path.stat().st_uid
+        path, owner = announced(state / FILE_NAME)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ServiceError(f"no service runs with its state in {str(state)!r}", hint=_HOW_TO_START) from error
     if owner != os.geteuid():

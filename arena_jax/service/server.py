@@ -3,10 +3,6 @@
 import asyncio
 import json
 import os
-import shutil
-import socket
-import struct
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -15,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from arena_jax.errors import UsageError
+from arena_jax.owner_socket import OwnerSocket, peer_of
 from arena_jax.service.protocol import FILE_NAME, MAX_REQUEST_BYTES, SOCKET_NAME
 
 # What the kernel takes is about 108 bytes; a longer path is replaced by one in the temporary folder.
-_MAX_PATH_BYTES = 100
 # A request must have arrived, and its answer been taken, within so long.
 READ_S, WRITE_S = 5.0, 10.0
 MAX_CONNECTIONS = 64
@@ -38,19 +34,18 @@ class Server:
     """
 
     def __init__(self, state: Path, answer: Answer, *, note: Callable[[str], None] = lambda text: None) -> None:
-        self._state, self._answer, self._note = state, answer, note
-        self._own_folder: Path | None = None
+        self._answer, self._note = answer, note
         self._open = 0
         self._tokens, self._refilled_s = BURST, time.monotonic()
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
         if state.stat().st_uid != os.geteuid():
             raise UsageError(f"{str(state)!r} belongs to user {state.stat().st_uid}", hint="use another --state folder")
         os.chmod(state, 0o700)
-        self.path = state / SOCKET_NAME
-        if len(os.fsencode(self.path)) > _MAX_PATH_BYTES:
-            self._own_folder = Path(tempfile.mkdtemp(prefix="arena-jax-"))
-            self.path = self._own_folder / SOCKET_NAME
-        self._socket = self._bind()
+        self._place = OwnerSocket(state, SOCKET_NAME, FILE_NAME)
+        # The service holds a lock on its state folder, so what lies here was left by a killed one.
+        with suppress(OSError):
+            self.path.unlink()
+        self._socket = self._place.listen(MAX_CONNECTIONS, hint="use a --state folder on a local disk")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="service-socket", daemon=True)
         ready = threading.Event()
@@ -64,29 +59,12 @@ class Server:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
         self._socket.close()
-        for file in (self.path, self._state / FILE_NAME):
-            file.unlink(missing_ok=True)
-        if self._own_folder is not None:
-            shutil.rmtree(self._own_folder, ignore_errors=True)
+        self._place.remove()
 
-    def _bind(self) -> socket.socket:
-        server = socket.socket(socket.AF_UNIX)
-        try:
-            # The service holds a lock on its state folder, so what lies here was left by a killed one.
-            self.path.unlink(missing_ok=True)
-            server.bind(str(self.path))
-            os.chmod(self.path, 0o600)  # the folder lets nobody else in, and each peer is checked, too
-            server.listen(MAX_CONNECTIONS)
-            temporary = self._state / f"{FILE_NAME}.tmp"
-            temporary.write_text(json.dumps({"socket": str(self.path), "pid": os.getpid()}), encoding="utf-8")
-            temporary.replace(self._state / FILE_NAME)
-        except OSError as error:
-            server.close()
-            raise UsageError(
-                f"cannot listen on {str(self.path)!r}: {error.strerror or error}",
-                hint="use a --state folder on a local disk",
-            ) from error
-        return server
+    @property
+    def path(self) -> Path:
+        """Of the socket."""
+        return self._place.path
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -150,11 +128,3 @@ class Server:
             return False
         self._tokens -= 1
         return True
-
-
-def peer_of(connection: Any) -> int | None:
-    """User id of who is at the other end; ``None`` where the system does not tell."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return None  # not Linux: the socket's mode must do
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[1])
