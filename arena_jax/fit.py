@@ -304,7 +304,7 @@ def _where(
         target = parse_target(grid)
     else:
         target = allocation_of(planner.devices)
-    planner.check_fits(target.allocation if isinstance(target, GridShape) else target)
+    planner.check_fits(target.allocation)
     return planner, target, pinned
 
 

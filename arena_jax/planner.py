@@ -97,7 +97,7 @@ class Planner:
 
     def search(self, target: GridShape | Allocation) -> PlanIndex:
         """Every grid of the allocation, or the one grid."""
-        allocation = target.allocation if isinstance(target, GridShape) else target
+        allocation = target.allocation
         self.check_fits(allocation)
         constraints = self._constraints
         if isinstance(target, GridShape):  # which says its own number of stages

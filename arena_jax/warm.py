@@ -82,7 +82,7 @@ class WarmProcess:
         from arena_jax.device_type import environment_for
         from arena_jax.runtime.contract import Rehearsed
 
-        allocation = target.allocation if isinstance(target, GridShape) else target
+        allocation = target.allocation
         task = self._task(target, devices, num_microbatches, urgent)
         task |= {"num_devices": num_devices, "environment": environment_for(allocation.device_type)}
         with tempfile.TemporaryFile() as said:

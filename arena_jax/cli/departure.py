@@ -63,7 +63,7 @@ class Departure:
             self._swaps.append({k: v for k, v in event.items() if k not in ("time", "kind")})
 
     def why(self, target: GridShape | Allocation, devices: Sequence[int] | None) -> str:
-        allocation = _allocation(target)
+        allocation = target.allocation
         if allocation.device_type != self._device_type:
             return f"this process runs on {self._device_type} devices"
         platform = CATALOGUE[allocation.device_type].platform
@@ -83,7 +83,7 @@ class Departure:
         return self._warm.rehearse(
             target,
             devices,
-            num_devices=self._devices_for(_allocation(target)),
+            num_devices=self._devices_for(target.allocation),
             num_microbatches=num_microbatches,
             urgent=urgent,
             cancelled=cancelled,
@@ -146,10 +146,6 @@ def _folder_for(num_bytes: int, run: Path) -> Path:
     except OSError:
         pass
     return Path(tempfile.mkdtemp(prefix="handed-over-", dir=run))
-
-
-def _allocation(target: GridShape | Allocation) -> Allocation:
-    return target.allocation if isinstance(target, GridShape) else target
 
 
 def _text(target: Target) -> str:

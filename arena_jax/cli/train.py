@@ -228,7 +228,7 @@ def train(
         plan = None
     here = note.here.plan if note is not None else plan
     target = here.grid if here is not None else _target(recipe, planner, devices)
-    planner.check_fits(target.allocation if isinstance(target, GridShape) else target)
+    planner.check_fits(target.allocation)
     if dry_run:
         return 0, _dry_run(job, planner, target, plan, as_json=as_json)
     # `steps=N` is another recipe, whose schedule ends earlier; `--steps N` is the beginning of this one.
@@ -510,7 +510,7 @@ def _keep_to_cores(event: Mapping[str, Any]) -> None:
 
 
 def _type_of(target: GridShape | Allocation) -> str:
-    return (target.allocation if isinstance(target, GridShape) else target).device_type
+    return target.allocation.device_type
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def _target(recipe: Recipe, count: int, devices: int | None, plan: Plan | None) 
                 hint=f"use --devices {max(1, total // count) * count}",
             )
         target, said = Allocation("cpu", count, total // count), ""
-    allocation = target.allocation if isinstance(target, GridShape) else target
+    allocation = target.allocation
     if allocation.device_type != "cpu":
         raise UsageError(
             f"{allocation}: processes are started for cpu devices only", hint=f"use a grid like cpu:{count}x4"

@@ -28,6 +28,11 @@ class Allocation:
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node
 
+    @property
+    def allocation(self) -> "Allocation":
+        """Itself: what is asked for, an allocation or a grid of one, has an allocation either way."""
+        return self
+
     @classmethod
     def parse(cls, text: str, catalogue: Catalogue | None = CATALOGUE) -> "Allocation":
         """Read ``a100:2x4`` or ``a100:4``; refuse more devices than a node of the type has."""

@@ -43,7 +43,7 @@ class OtherProcesses:
 
     def why(self, target: GridShape | Allocation, devices: Sequence[int] | None) -> str:
         """Why a target needs other processes; empty where this one can swap to it."""
-        allocation = target.allocation if isinstance(target, GridShape) else target
+        allocation = target.allocation
         if self._peers is not None:
             return "a job of several processes changes its plan by a relaunch"
         if allocation.num_nodes > 1:

@@ -166,12 +166,8 @@ def _freed(running: Compiled, devices: Sequence[int] | None, request: Request) -
     target = request.target
     assert isinstance(target, GridShape | Allocation)
     grid = running.plan.grid
-    if _allocation(target).device_type != grid.allocation.device_type:
+    if target.allocation.device_type != grid.allocation.device_type:
         return True
     used = range(grid.num_devices) if devices is None else devices
     wanted = range(target.num_devices) if request.devices is None else request.devices
     return bool(set(used) - set(wanted))
-
-
-def _allocation(target: GridShape | Allocation) -> Allocation:
-    return target.allocation if isinstance(target, GridShape) else target
