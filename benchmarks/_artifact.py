@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from arena_jax.compiler import make_problem
 from arena_jax.compiler.analysis import Analysis, Constraints
 from arena_jax.compiler.cost import FITTED, Efficiency, Hardware
 from arena_jax.compiler.engines import Engine
@@ -202,9 +201,7 @@ def model(family: str, params: str) -> Model:
     batch = min(row.job.global_batch for row in measured() if (row.job.family, row.job.params) == (family, params))
     recipe = load_recipe(Job(family, params, batch).recipe, ["plan.space=alpa", f"global_batch={batch}"])
     job = build(recipe)
-    problem = make_problem(
-        job.make_model, job.optimizer, job.loss_fn, job.example_batch, precision=job.precision, seed=job.seed
-    )
+    problem = job.problem()
     trace = trace_loss(problem, 1)
     graph = build_graph(trace)
     blocks = recipe.model.model_dump().get("num_layers", 16)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from arena_jax import home
-from arena_jax.compiler import Analysis, Problem, make_problem
+from arena_jax.compiler import Analysis, Problem
 from arena_jax.compiler.analysis import Constraints
 from arena_jax.compiler.search import plan_problem
 from arena_jax.grid import Allocation, GridShape, Plan, grids_of
@@ -46,9 +46,7 @@ class Candidate:
 def problem_of(recipe: str) -> tuple[Problem, Any]:
     """The problem of a recipe, and one batch of its data."""
     job = build(load_recipe(recipe, list(RECIPES[recipe])))
-    problem = make_problem(
-        job.make_model, job.optimizer, job.loss_fn, job.example_batch, precision=job.precision, seed=job.seed
-    )
+    problem = job.problem()
     return problem, next(iter(job.make_data()))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from arena_jax.compiler import analyse, make_problem
+from arena_jax.compiler import analyse
 from arena_jax.compiler.engines import StageProblem, StrategyProblem, cuts, highs
 from arena_jax.compiler.engines import alpa as alpa_engine
 from arena_jax.compiler.engines.alpa_process import alpa_process
@@ -33,11 +33,7 @@ CAPS = (None, 0.5, 0.1)
 
 def strategy_problems(recipe: str) -> Iterator[tuple[str, StrategyProblem]]:
     job = build(load_recipe(recipe, ()))
-    analysis = analyse(
-        make_problem(
-            job.make_model, job.optimizer, job.loss_fn, job.example_batch, precision=job.precision, seed=job.seed
-        )
-    )
+    analysis = analyse(job.problem())
     for dp, tp in MESHES:
         space = analysis.shardings.space(dp, tp)
         free = space.problem(nominal_prices())

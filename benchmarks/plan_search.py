@@ -21,7 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 
-from arena_jax.compiler import Analysis, Problem, analyse, make_problem
+from arena_jax.compiler import Analysis, Problem, analyse
 from arena_jax.compiler.cost import hardware_of
 from arena_jax.compiler.engines import engine
 from arena_jax.compiler.intra_op.prices import prices_of
@@ -44,9 +44,7 @@ LIMIT_ONE_S, LIMIT_MANY_S, LIMIT_WARM_S, LIMIT_LOSS = 20.0, 90.0, 1.0, 0.01
 
 def problem_of(recipe: str) -> Problem:
     job = build(load_recipe(recipe, []))
-    return make_problem(
-        job.make_model, job.optimizer, job.loss_fn, job.example_batch, precision=job.precision, seed=job.seed
-    )
+    return job.problem()
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float, float]:

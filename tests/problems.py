@@ -26,9 +26,7 @@ BATCH = 8
 def recipe_problem(model: str, *overrides: str) -> Problem:
     """The tiny recipe of a model, smaller still, at a global batch of 8."""
     job = build(load_recipe(f"{model}_tiny", [*SMALL[model], f"global_batch={BATCH}", *overrides]))
-    return make_problem(
-        job.make_model, job.optimizer, job.loss_fn, job.example_batch, precision=job.precision, seed=job.seed
-    )
+    return job.problem()
 
 
 @cache

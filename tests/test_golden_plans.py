@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from arena_jax.compiler import make_problem, plan_problem
+from arena_jax.compiler import plan_problem
 from arena_jax.grid import CATALOGUE, Allocation, IndexRow, Plan, Spec
 from arena_jax.home import numba_cache
 from arena_jax.job import build
@@ -36,9 +36,7 @@ def no_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plans_are_as_reviewed(name: str, golden) -> None:
     recipe = load_recipe(name)
     job = build(recipe)
-    problem = make_problem(
-        job.make_model, job.optimizer, job.loss_fn, job.example_batch, precision=job.precision, seed=job.seed
-    )
+    problem = job.problem()
     index = plan_problem(
         problem,
         [Allocation.parse(allocation) for allocation in ALLOCATIONS],
