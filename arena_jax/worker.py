@@ -2,18 +2,22 @@
 
 A training is ``arena-jax train`` with its control socket, and three things more: it begins on the grid that it
 is given, it keeps its runs in the job's folder, and on virtual device types its steps take at least as long as
-the type's nominal speed says.
+the type's nominal speed says. It may be one of several processes that the environment describes.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from arena_jax.errors import ArenaError, InfeasibleError
 from arena_jax.grid import Allocation, GridShape
+
+if TYPE_CHECKING:
+    from arena_jax.recipe import Recipe
 
 # A job that does not save cannot be moved; one that says nothing of it saves so often.
 _SAVES = 10
@@ -110,12 +114,19 @@ def train(task: Mapping[str, Any]) -> int:
             start_jax(task["most_devices"])
             return run_closure(task, signals, pace)
         recipe = load_recipe(task["recipe"])
-        overrides = [f"plan.grid={task['grid']}", f"checkpoint.dir={json.dumps(task['folder'])}", "hook.socket=auto"]
+        together = "ARENA_JAX_PROCESS_ID" in os.environ
+        overrides = [
+            f"plan.grid={task['grid']}",
+            f"checkpoint.dir={json.dumps(task['folder'])}",
+            f"hook.socket={'off' if together else 'auto'}",  # several processes change their grid with a new launch
+        ]
         if not recipe.checkpoint.every:
             overrides.append(f"checkpoint.every={max(1, recipe.steps // _SAVES)}")
         if recipe.tracking.enabled:
             overrides.append(f"tracking.experiment={json.dumps(experiment_of(recipe.tracking.experiment, task))}")
         recipe = load_recipe(task["recipe"], overrides)
+        if together:
+            return _train_together(recipe, (task["recipe"], overrides), pace)
         start_jax(max(task["most_devices"], recipe.plan.stages or 1))
         code, _ = run_training(
             recipe,
@@ -130,6 +141,18 @@ def train(task: Mapping[str, Any]) -> int:
             callbacks=(pace,),
         )
         return code
+
+
+def _train_together(recipe: "Recipe", given: tuple[str, list[str]], pace: Pace) -> int:
+    from arena_jax.cli import train_processes
+    from arena_jax.processes.launch import detect_launch
+
+    launch = detect_launch()
+    assert launch is not None
+    code, _ = train_processes.train(
+        recipe, launch, processes=None, steps=None, devices=None, plan=None, resume="auto", given=given, on_event=pace
+    )
+    return code
 
 
 def experiment_of(own: str, task: Mapping[str, Any]) -> str:

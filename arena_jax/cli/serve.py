@@ -11,11 +11,15 @@ import click
 
 from arena_jax.cli import console
 from arena_jax.cli.service_options import state_option
+from arena_jax.errors import UsageError
 
 if TYPE_CHECKING:
     from arena_jax.scheduler import Cluster
+    from arena_jax.service.executor import Executor
 
 DEFAULT_PORT = 8642
+# For a cluster to answer, which may have to be started.
+RAY_WAIT_S = 120.0
 
 
 @click.command(short_help="Run the cluster service: a queue of jobs on a cluster.")
@@ -26,6 +30,18 @@ DEFAULT_PORT = 8642
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     help="Cluster file (TOML): device types, nodes, queues.",
+)
+@click.option(
+    "--executor",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
+    help="What runs the jobs: this machine, or a Ray cluster.",
+)
+@click.option(
+    "--ray-address",
+    metavar="HOST:PORT",
+    help="Of a running Ray cluster; by default one is started on this machine.",
 )
 @click.option("--policy", default="arena", show_default=True, help="Scheduling policy; docs/policies.md has them.")
 @click.option(
@@ -63,6 +79,8 @@ DEFAULT_PORT = 8642
 @console.json_option
 def command(
     cluster_file: Path,
+    executor: str,
+    ray_address: str | None,
     policy: str,
     port: int,
     restart_s: float,
@@ -73,12 +91,11 @@ def command(
 ) -> None:
     """Serve a queue of jobs on a cluster until Ctrl-C.
 
-    Jobs run as processes of this machine, on virtual CPU devices. They go on when the service ends, and are
-    taken up again when it is started with the same state folder. Only you can reach it: through a socket in
-    that folder, and a read-only page on 127.0.0.1.
+    Jobs run as processes of this machine, or of the nodes of a Ray cluster, on virtual CPU devices. They go on
+    when the service ends, and are taken up again when it is started with the same state folder. Only you can
+    reach it: through a socket in that folder, and a read-only page on 127.0.0.1.
     """
     from arena_jax.scheduler import Cluster
-    from arena_jax.service.local import LocalExecutor
     from arena_jax.service.local_index import LocalIndexer
     from arena_jax.service.protocol import state_folder
     from arena_jax.service.queues import Queues
@@ -97,9 +114,12 @@ def command(
         port=None if port < 0 else port,
         label=nominal_label(cluster),
     )
-    made = LocalExecutor(folder, cluster)
+    if ray_address is not None and executor != "ray":
+        raise UsageError("--ray-address is for the ray executor", hint="add --executor ray")
     indexer = LocalIndexer(folder, cluster, tables)
-    service = Service(options, lambda store: (made, indexer), note=_note)
+    service = Service(
+        options, lambda store: (make_executor(executor, folder, cluster, ray_address), indexer), note=_note
+    )
     service.start()
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -115,9 +135,34 @@ def command(
     finally:
         indexer.close()
         service.close()
-    alive = [job.id for job in service.loop.jobs.values() if job.live]
+        alive = [job.id for job in service.loop.jobs.values() if job.live]
+        service.executor.close(idle=not alive)
     if alive:
         console.note(f"{', '.join(alive)} go on without the service; start it again to take them up")
+
+
+def make_executor(name: str, state: Path, cluster: "Cluster", ray_address: str | None) -> "Executor":
+    """The executor of a name; raise :class:`UsageError` where it cannot run here."""
+    if name == "local":
+        from arena_jax.service.local import LocalExecutor
+
+        return LocalExecutor(state, cluster)
+    from arena_jax.service.job_folder import check_virtual
+    from arena_jax.service.ray_executor import RayExecutor
+    from arena_jax.service.ray_link import Given, RayProcess, Where, check_installed
+    from arena_jax.service.ray_local import LocalRay
+
+    check_installed()
+    check_virtual(cluster, name)
+    where: Where = Given(ray_address) if ray_address is not None else LocalRay(state, cluster)
+    link = RayProcess(where, state / "ray.log")
+    console.note("connecting to Ray")
+    try:
+        link.wait(RAY_WAIT_S)
+    except BaseException:
+        link.close(idle=False)
+        raise
+    return RayExecutor(state, cluster, link)
 
 
 def nominal_label(cluster: "Cluster") -> str:

@@ -20,6 +20,7 @@ from arena_jax.processes.group import Work, start_planning
 from arena_jax.processes.launch import Launch
 from arena_jax.processes.supervisor import Ended, Supervisor
 from arena_jax.recipe import Recipe
+from arena_jax.runtime.journal import Callback
 from arena_jax.runtime.rundir import Resume, RunDirectory
 from arena_jax.runtime.signals import StopSignals
 
@@ -36,12 +37,14 @@ def train(
     plan: Plan | None,
     resume: Resume,
     given: tuple[str, Sequence[str]],
+    on_event: Callback | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """Train, and return the exit code and what ``--json`` prints.
 
     Args:
         launch: this process among those that somebody else started; ``None`` starts ``processes`` here.
         given: name and overrides from which another process can load the same recipe.
+        on_event: given every event of a launched process, on its loop's thread.
     """
     if launch is not None and processes not in (None, launch.num_processes):
         raise UsageError(
@@ -54,7 +57,7 @@ def train(
     # A second signal leaves at once; the system ends the processes with their supervisor.
     with StopSignals(leave, noted=noted) as signals:
         if launch is not None:
-            return _train_launched(recipe, launch, target, plan, steps, resume, given, signals)
+            return _train_launched(recipe, launch, target, plan, steps, resume, given, signals, on_event)
         num_steps = recipe.steps if steps is None else steps
         run = run_directory(recipe, resume, num_steps)
         try:
@@ -188,6 +191,7 @@ def _train_launched(
     resume: Resume,
     given: tuple[str, Sequence[str]],
     signals: StopSignals,
+    on_event: Callback | None,
 ) -> tuple[int, dict[str, Any]]:
     """Train as one of the processes that somebody else started, and watches."""
     leads = launch.rank == 0
@@ -221,7 +225,7 @@ def _train_launched(
             engine=said.get("engine", ""),
         )
         with make_hook(recipe, run) if leads else nullcontext() as hook:
-            code, report = part.train(run, signals, num_steps=steps, hook=hook, elsewhere=None)
+            code, report = part.train(run, signals, num_steps=steps, hook=hook, elsewhere=None, on_step=on_event)
         if leads:
             say_end(report, None)
         board.leave()

@@ -4,12 +4,17 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from arena_jax.errors import ArenaError
-from arena_jax.service.job import Job
+from arena_jax.service.devices import Node
+from arena_jax.service.job import Job, Submission
 from arena_jax.service.store import Point
 
 
 class LaunchError(ArenaError):
     """A process could not be started; nothing runs."""
+
+
+class StillAlive(LaunchError):
+    """Nothing was started, as a process of an earlier launch is alive."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +75,14 @@ class Orders:
 
 
 class Executor(Protocol):
-    """Runs jobs. Every call names the job, whose ``run``, ``held`` and ``told`` say which launch and where.
+    """Runs jobs. A call for a job names it; its ``run``, ``held`` and ``told`` say which launch and where.
 
     All calls may come again after a restart of the service and must then do no harm; none may block for
     more than a second or so.
     """
+
+    name: str
+    """What the user calls it."""
 
     elastic: bool
     """Whether a run can change its number of devices without a new process."""
@@ -82,7 +90,7 @@ class Executor(Protocol):
     def launch(self, job: Job, orders: Orders) -> None:
         """Start run ``job.run`` on ``job.held``; raise :class:`LaunchError` where it could not be started.
 
-        Refuses when any process of an earlier run is alive.
+        Raises :class:`StillAlive` when any process of an earlier run is alive.
         """
 
     def tell(self, job: Job, orders: Orders) -> None:
@@ -95,7 +103,16 @@ class Executor(Protocol):
         """Send a signal to every process of the run."""
 
     def heartbeat(self, job: Job) -> Heartbeat:
-        """How the run is."""
+        """How the run is; raises :class:`ArenaError` while that cannot be known."""
 
     def logs(self, job: Job, offset: int, max_bytes: int) -> tuple[bytes, int]:
         """What the job has printed from byte ``offset`` on, over all its runs, and where to go on."""
+
+    def lost_nodes(self) -> frozenset[Node]:
+        """Nodes of the cluster file that are not there now; nothing is placed on them."""
+
+    def spans_nodes(self, spec: Submission) -> bool:
+        """Whether such a job may get an allocation of several nodes."""
+
+    def close(self, *, idle: bool) -> None:
+        """The service ends. Jobs go on; ``idle`` says that there are none."""

@@ -1,6 +1,6 @@
 """The plan indexes of the jobs at hand: made or found in the store, corrected as jobs run, and turned into orders."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from arena_jax.errors import ArenaError
 from arena_jax.grid import Allocation
@@ -15,7 +15,7 @@ from arena_jax.service.estimates import (
 )
 from arena_jax.service.executor import Orders
 from arena_jax.service.indexing import Indexer
-from arena_jax.service.job import Job
+from arena_jax.service.job import Job, Submission
 from arena_jax.service.store import Store
 
 # A measured step time that moves an estimate by more than this is worth another decision.
@@ -25,12 +25,17 @@ _SURPRISE = 0.1
 class JobIndexes:
     """Indexes by ``plan_key``; jobs that plan alike share one.
 
+    Args:
+        spans_nodes: whether a job may get an allocation of several nodes.
+
     Attributes:
         of: what the compiler said of each key.
     """
 
-    def __init__(self, store: Store, cluster: Cluster, indexer: Indexer) -> None:
-        self._store, self._cluster, self._indexer = store, cluster, indexer
+    def __init__(
+        self, store: Store, cluster: Cluster, indexer: Indexer, spans_nodes: Callable[[Submission], bool]
+    ) -> None:
+        self._store, self._cluster, self._indexer, self._spans_nodes = store, cluster, indexer, spans_nodes
         self.of: dict[str, Index] = {}
         self._measured: dict[str, dict[Allocation, float]] = {}
 
@@ -47,6 +52,8 @@ class JobIndexes:
                 allocations = candidate_allocations(
                     self._cluster, least=spec.min_devices, most=spec.max_devices, types=spec.types
                 )
+                if not self._spans_nodes(spec):
+                    allocations = [a for a in allocations if a.num_nodes == 1]
                 found = self._indexer.look(job, allocations)
                 job.reason = found.said
                 if found.error:

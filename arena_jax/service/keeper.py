@@ -4,18 +4,24 @@ Run as a program of its own (``python -I -S keeper.py FOLDER LOCK_FD``), outside
 small and outlives the service. In FOLDER it reads ``launch.json`` (argv, env, cwd, log) and writes
 ``keeper.json`` (pid, group) and, last, ``exit.json`` (code), each whole or not at all.
 
+Where ``launch.json`` names a file of ``orders``, signals are read from there as they are added, so that one may be
+given from another machine; and the job ends when standard input does: whoever started the keeper is gone.
+
 The lock was taken by the service and is inherited: it is free exactly when the keeper and every process that
 it started are gone. So nothing can be started twice, whoever was killed, and when.
 """
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+# Of a file of orders.
+_LOOK_S = 0.2
 
 
 def prctl(option: int, value: int) -> None:
@@ -36,6 +42,7 @@ def write(folder: str, name: str, value: object) -> None:
 
 
 def main(folder: str, lock: int) -> None:
+    """Keep the run in ``folder``; on the lock's descriptor."""
     with open(os.path.join(folder, "launch.json"), encoding="utf-8") as file:
         launch = json.load(file)
     # The group is the job's; signals meant for it do not reach the keeper.
@@ -67,6 +74,8 @@ def main(folder: str, lock: int) -> None:
         write(folder, "exit.json", {"code": 127, "at": time.time()})
         return
     write(folder, "keeper.json", {"keeper": me, "pid": process.pid})
+    if "orders" in launch:
+        obey(process, launch["orders"], launch["rank"])
     code = process.wait()
     try:  # what it has left behind in its group
         os.killpg(process.pid, signal.SIGKILL)
@@ -81,6 +90,28 @@ def main(folder: str, lock: int) -> None:
             kill_children(me)
             time.sleep(0.02)
     write(folder, "exit.json", {"code": code, "at": time.time()})
+
+
+def obey(process: "subprocess.Popen[bytes]", orders: str, rank: int) -> None:
+    """Pass on the signals in the file until the process has ended; kill it when nobody is there to care."""
+    done = 0
+    while process.poll() is None:
+        ready, _, _ = select.select([0], [], [], _LOOK_S)
+        if ready and not os.read(0, 1):
+            process.send_signal(signal.SIGKILL)
+            return
+        try:
+            with open(orders, encoding="utf-8") as file:
+                found = json.load(file)["signals"]
+        except (OSError, ValueError, KeyError):
+            continue
+        for number, only in found[done:]:
+            if only in (None, rank):
+                try:
+                    os.killpg(process.pid, number)
+                except (ProcessLookupError, PermissionError):
+                    pass
+        done = max(done, len(found))
 
 
 def kill_children(me: int) -> None:

@@ -18,7 +18,8 @@ from arena_jax.scheduler import Cluster
 from arena_jax.service.estimates import index_from_json
 from arena_jax.service.indexing import Indexing
 from arena_jax.service.job import Job
-from arena_jax.service.local import worker_argv, write_recipe
+from arena_jax.service.job_folder import JobFolder
+from arena_jax.service.own_processes import worker_argv
 
 # Keys of a recipe that change no plan.
 _IDLE_KEYS = ("name", "summary", "steps", "seed", "checkpoint", "tracking", "eval", "hook", "cpu_devices")
@@ -93,7 +94,7 @@ class LocalIndexer:
         task = {
             "do": "plan",
             "kind": job.spec.kind,
-            "recipe": job.spec.recipe if job.spec.kind == "closure" else str(write_recipe(folder, job)),
+            "recipe": JobFolder(self._folder, job).recipe(),
             "cluster": self._tables,
             "allocations": [str(allocation) for allocation in allocations],
             "out": str(folder / "index.json"),

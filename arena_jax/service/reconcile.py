@@ -18,7 +18,7 @@ from arena_jax.scheduler import Cluster, Policy, RestartCosts
 from arena_jax.scheduler.costs import CAUSES
 from arena_jax.service.decisions import Decided, Decider, lost_places
 from arena_jax.service.devices import Ledger
-from arena_jax.service.executor import Executor, Heartbeat, LaunchError
+from arena_jax.service.executor import Executor, Heartbeat, LaunchError, StillAlive
 from arena_jax.service.indexing import Indexer
 from arena_jax.service.job import ENDED, LIVE, Held, Job, Phase, Place
 from arena_jax.service.job_indexes import JobIndexes
@@ -92,14 +92,15 @@ class Reconciler:
             epoch = now
             store.put_meta("epoch", epoch)
         self._decider = Decider(cluster=cluster, policy=policy, epoch=float(epoch))
-        self._decider.down = {_node(name) for name, state in store.nodes().items() if state != "up"}
+        self._drained = {_node(name) for name, state in store.nodes().items() if state != "up"}
+        self._lost = {_node(name) for name in store.meta("lost", [])}
         kept = store.meta("policy")
         policy.reset()
         if kept is not None and kept["name"] == policy.name:
             policy.set_state(kept["state"])
         self.jobs: dict[int, Job] = {job.number: job for job in store.jobs_after(0)}
         self._last = max(self.jobs, default=0)
-        self.indexes = JobIndexes(store, cluster, indexer)
+        self.indexes = JobIndexes(store, cluster, indexer, executor.spans_nodes)
         self._usage = Usage()
         self._worth = worth_of(cluster)
         self._trigger: list[str] = ["service start"] if self.jobs else []
@@ -110,10 +111,23 @@ class Reconciler:
         self._advanced_at = now
         self._said: dict[int, str] = {}
         self._policy_state: dict[str, Any] | None = None
+        self._check_executor()
         for job in self.jobs.values():
             self._check_held(job)
             if job.plan_key:
                 self.indexes.load(job.plan_key)
+
+    def _check_executor(self) -> None:
+        """What runs under another executor would be taken for ended, and started a second time."""
+        before = self.store.meta("executor", self.executor.name)
+        alive = [job.id for job in self.jobs.values() if job.live]
+        if alive and before != self.executor.name:
+            raise UsageError(
+                f"{', '.join(alive[:5])} of this state folder ran under the {before} executor, this is the "
+                f"{self.executor.name} executor",
+                hint=f"start with --executor {before}, pause or cancel those jobs, and change it then",
+            )
+        self.store.put_meta("executor", self.executor.name)
 
     def _check_held(self, job: Job) -> None:
         """The cluster file may have changed since the last time: what runs must still be in it."""
@@ -143,6 +157,7 @@ class Reconciler:
         self._account(now)
         self._take(now)
         self._index(now)
+        self._count_nodes(now)
         self._observe(now)
         if self._due(now):
             self._decide(now)
@@ -151,7 +166,7 @@ class Reconciler:
     @property
     def down(self) -> set[tuple[str, int]]:
         """Nodes that are not up."""
-        return self._decider.down
+        return self._drained | self._lost
 
     def _account(self, now: float) -> None:
         passed = max(0.0, now - self._advanced_at)
@@ -184,7 +199,7 @@ class Reconciler:
         what = wish["do"]
         if what in ("drain", "undrain"):
             node = _node(wish["node"])
-            (self.down.add if what == "drain" else self.down.discard)(node)
+            (self._drained.add if what == "drain" else self._drained.discard)(node)
             self.store.put_node(wish["node"], "drained" if what == "drain" else "up")
             events.append((now, "", what, {"node": wish["node"]}))
             self._trigger.append(f"{what} {wish['node']}")
@@ -234,6 +249,20 @@ class Reconciler:
 
     # Observation.
 
+    def _count_nodes(self, now: float) -> None:
+        """Which nodes are there. What ran on one that is lost is found by its heartbeat."""
+        lost = set(self.executor.lost_nodes())
+        if lost == self._lost:
+            return
+        self.store.put_meta("lost", sorted(_name(node) for node in lost))
+        events: list[Event] = [(now, "", "node lost", {"node": _name(node)}) for node in sorted(lost - self._lost)]
+        events += [(now, "", "node back", {"node": _name(node)}) for node in sorted(self._lost - lost)]
+        self._lost = lost
+        self._save([], events)
+        for _, _, kind, data in events:
+            self._trigger.append(f"{kind}: {data['node']}")
+            self._note(f"{kind}: {data['node']}")
+
     def _observe(self, now: float) -> None:
         changed: list[Job] = []
         events: list[Event] = []
@@ -242,7 +271,9 @@ class Reconciler:
             try:
                 beat = self.executor.heartbeat(job)
             except ArenaError as error:
-                self._note(f"{job.id}: {error.message}")
+                if self._said.get(job.number) != error.message:
+                    self._said[job.number] = error.message
+                    self._note(f"{job.id}: {error.message}")
                 continue
             before = (job.step, job.phase, job.held, job.told, job.reason, job.killed, job.settled)
             if beat.progress is not None:
@@ -413,6 +444,7 @@ class Reconciler:
         active = [job for job in planned if not job.cancelled]
         factors = self._usage.factors(self.queues, {job.spec.queue for job in active})
         times = {key: self.indexes.step_times(key) for key in {job.plan_key for job in active}}
+        self._decider.down = self.down
         decided = self._decider.decide(active, times, now, self._costs, factors)
         for change in decided.changes:
             job = change.job
@@ -523,11 +555,9 @@ class Reconciler:
         self._save([job], [(now, job.id, kind, event | {"how": "a new process"})])
         try:
             self.executor.launch(job, self.indexes.orders(job))
+        except StillAlive as error:  # an earlier process of it holds the devices, and is waited for
+            self._note(f"{job.id}: {error.message}")
         except LaunchError as error:
-            beat = self.executor.heartbeat(job)
-            if beat.alive:  # an earlier process of it is there: it holds the devices, and is waited for
-                self._note(f"{job.id}: {error.message}")
-                return
             # Nothing ran, so that this is no crash: the disk may be full.
             job.held, job.phase, job.not_before = None, Phase.QUEUED, now + self.rules.back_off_s
             job.desired, job.reason = None, error.message
@@ -578,6 +608,10 @@ def left_after(held: Held, target: Allocation, desired: Place | None) -> Held:
 def _node(name: str) -> tuple[str, int]:
     kind, _, number = name.partition("/")
     return kind, int(number)
+
+
+def _name(node: tuple[str, int]) -> str:
+    return f"{node[0]}/{node[1]}"
 
 
 def _how_it_ended(code: int | None) -> str:

@@ -103,7 +103,7 @@ class Requests:
         }
 
     def _nodes(self, jobs: list[Job]) -> list[dict[str, Any]]:
-        states = self._store.nodes()
+        states = self._store.nodes() | dict.fromkeys(self._store.meta("lost", []), "lost")
         users: dict[str, list[str]] = {}
         used: dict[str, int] = {}
         for job in jobs:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from arena_jax.errors import ArenaError
 from arena_jax.service.job import ENDED, Submission
-from arena_jax.service.local import LocalExecutor, processes_of
+from arena_jax.service.local import LocalExecutor
+from arena_jax.service.own_processes import processes_of
 from arena_jax.service.protocol import call
 from arena_jax.service.reconcile import Rules
 from arena_jax.service.service import Options, Service

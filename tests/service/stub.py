@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from arena_jax.grid import Allocation
 from arena_jax.scheduler import Cluster, make_policy
+from arena_jax.service.devices import Node
 from arena_jax.service.estimates import IndexedStep
-from arena_jax.service.executor import Heartbeat, LaunchError, Orders, Progress
+from arena_jax.service.executor import Heartbeat, Orders, Progress, StillAlive
 from arena_jax.service.indexing import Indexing
 from arena_jax.service.job import Held, Job, Submission
 from arena_jax.service.reconcile import Reconciler, Rules, left_after
@@ -67,6 +68,7 @@ class StubExecutor:
 
     clock: Clock
     elastic: bool = True
+    name: str = "stub"
     start_s: float = 3.0
     stop_s: float = 1.0
     change_s: float = 2.0
@@ -78,6 +80,7 @@ class StubExecutor:
     saved: dict[int, int] = field(default_factory=dict)
     launches: list[tuple[int, int]] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)
+    lost: set[Node] = field(default_factory=set)
 
     def _now(self, job: Job) -> Process | None:
         process = self.runs.get(job.number)
@@ -108,7 +111,7 @@ class StubExecutor:
         self.before("launch")
         old = self._now(job)
         if old is not None and old.alive:
-            raise LaunchError("a process of an earlier run is alive")
+            raise StillAlive("a process of an earlier run is alive")
         assert job.held is not None
         for number, other in self.runs.items():  # the machine itself: no device is given twice
             if other.alive and other.held.allocation.device_type == job.held.allocation.device_type:
@@ -167,6 +170,15 @@ class StubExecutor:
             told=told,
             why="no plan" if self.refuses else "",
         )
+
+    def lost_nodes(self) -> frozenset[Node]:
+        return frozenset(self.lost)
+
+    def spans_nodes(self, spec: Submission) -> bool:
+        return spec.kind != "closure"
+
+    def close(self, *, idle: bool) -> None:
+        pass
 
     def logs(self, job: Job, offset: int, max_bytes: int) -> tuple[bytes, int]:
         text = b"first line\nlast line\n"[offset : offset + max_bytes]

@@ -14,8 +14,9 @@ from arena_jax.grid import Allocation
 from arena_jax.scheduler import Cluster
 from arena_jax.service.executor import LaunchError, Orders
 from arena_jax.service.job import Held, Job, Submission
-from arena_jax.service.local import LocalExecutor, processes_of
+from arena_jax.service.local import LocalExecutor
 from arena_jax.service.local_index import LocalIndexer
+from arena_jax.service.own_processes import processes_of
 from arena_jax.service.progress import RunReader
 from tests.service.stub import CLUSTER, TABLES, recipe
 
