@@ -80,14 +80,24 @@ TOLERANCE = 0.05
 class Served:
     """A service in a process of its own, and what the demo says to it."""
 
-    def __init__(self, state: Path, cluster: Path, policy: str) -> None:
+    def __init__(self, state: Path, cluster: Path, policy: str, *more: str) -> None:
         self.state = state
         self._log = open(f"{state}.log", "ab")  # noqa: SIM115  # closed in close()
         command = [sys.executable, "-m", "arena_jax", "serve", "--cluster", str(cluster), "--state", str(state)]
-        command += ["--policy", policy, "--port", "0", "--restart-s", str(RESTART_S), "--resize-s", str(RESIZE_S)]
+        command += [
+            "--policy",
+            policy,
+            "--port",
+            "0",
+            "--restart-s",
+            str(RESTART_S),
+            "--resize-s",
+            str(RESIZE_S),
+            *more,
+        ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=environment)
-        until = time.monotonic() + 60
+        until = time.monotonic() + 120
         while not (state / "service.json").exists():
             if self._process.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"the service did not start; see {state}.log")
