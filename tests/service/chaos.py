@@ -15,10 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from arena_jax.errors import ArenaError
+from arena_jax.service.executor import Executor
 from arena_jax.service.job import ENDED, Submission
 from arena_jax.service.local import LocalExecutor
 from arena_jax.service.own_processes import processes_of
@@ -37,16 +39,20 @@ NUM_STEPS = 600
 def serve(state: str) -> None:
     """The service's process."""
     folder = Path(state)
+    run(folder, lambda: LocalExecutor(folder, CLUSTER, worker=[sys.executable, "-m", "tests.service.toy_worker"]))
+
+
+def run(folder: Path, make: Callable[[], Executor], *, start_grace_s: float = 20.0) -> None:
+    """Serve until SIGTERM, and lose patience soon."""
     options = Options(
         state=folder,
         cluster=CLUSTER,
         rules=Rules(
-            hang_s=3.0, start_grace_s=20.0, stop_grace_s=5.0, change_grace_s=10.0, back_off_s=0.5, most_crashes=1000,
+            hang_s=3.0, start_grace_s=start_grace_s, stop_grace_s=5.0, change_grace_s=10.0, back_off_s=0.5, most_crashes=1000,
             change_cost_s=1.0, settle_s=0.2,
         ),
     )  # fmt: skip
-    executor = LocalExecutor(folder, CLUSTER, worker=[sys.executable, "-m", "tests.service.toy_worker"])
-    service = Service(options, lambda store: (executor, StubIndexer()), note=lambda text: print(text, flush=True))
+    service = Service(options, lambda store: (make(), StubIndexer()), note=lambda text: print(text, flush=True))
     service.start()
     signal.signal(signal.SIGTERM, lambda *_: service.stop())
     service.run()
@@ -54,7 +60,13 @@ def serve(state: str) -> None:
 
 
 class Chaos:
-    """One run of it, in a folder of its own; on a small disk of its own where this user may mount one."""
+    """One run of it, in a folder of its own; on a small disk of its own where this user may mount one.
+
+    Attributes:
+        faults: what may happen; ``disk`` only where there is a small disk.
+    """
+
+    faults: Sequence[str] = FAULTS
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -72,10 +84,14 @@ class Chaos:
         )
         return done.returncode == 0
 
+    def _serve(self) -> str:
+        """What the service's process runs."""
+        return f"from tests.service.chaos import serve; serve({str(self.state)!r})"
+
     def _start(self) -> "subprocess.Popen[bytes]":
         with open(f"{self.folder}.log", "ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-c", f"from tests.service.chaos import serve; serve({str(self.state)!r})"],
+                [sys.executable, "-c", self._serve()],
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,
@@ -97,28 +113,31 @@ class Chaos:
                 (keepers if b"keeper.py" in line else workers).append(pid)
         if not keepers or not workers:
             return
-        kind = self.draw.choice(FAULTS[: None if self.small else -1])
+        kind = self.draw.choice([kind for kind in self.faults if kind != "disk" or self.small])
         self.counts[kind] = self.counts.get(kind, 0) + 1
         with suppress(ProcessLookupError):
-            if kind == "service":
-                self.service.kill()
-                self.service.wait()
-                time.sleep(self.draw.random())
-                self.service = self._start()
-            elif kind == "worker":
-                os.kill(self.draw.choice(workers), signal.SIGKILL)
-            elif kind == "keeper":
-                os.kill(self.draw.choice(keepers), signal.SIGKILL)
-            elif kind == "hang":
-                os.kill(self.draw.choice(workers), signal.SIGSTOP)
-            else:
-                filler = self.folder / "filler"
-                with suppress(OSError), open(filler, "wb") as file:
-                    while True:
-                        file.write(b"\0" * 65536)
-                        file.flush()
-                time.sleep(0.5 + self.draw.random())
-                filler.unlink()
+            self._do(kind, keepers, workers)
+
+    def _do(self, kind: str, keepers: list[int], workers: list[int]) -> None:
+        if kind == "service":
+            self.service.kill()
+            self.service.wait()
+            time.sleep(self.draw.random())
+            self.service = self._start()
+        elif kind == "worker":
+            os.kill(self.draw.choice(workers), signal.SIGKILL)
+        elif kind == "keeper":
+            os.kill(self.draw.choice(keepers), signal.SIGKILL)
+        elif kind == "hang":
+            os.kill(self.draw.choice(workers), signal.SIGSTOP)
+        else:
+            filler = self.folder / "filler"
+            with suppress(OSError), open(filler, "wb") as file:
+                while True:
+                    file.write(b"\0" * 65536)
+                    file.flush()
+            time.sleep(0.5 + self.draw.random())
+            filler.unlink()
 
     def run(self, num_faults: int) -> dict:
         """Everything; returns what happened, and raises for what must not."""
@@ -204,10 +223,11 @@ class Chaos:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def main() -> None:
+def main(make: Callable[[int], Chaos] = Chaos) -> None:
+    """Run it as the command line says, and print what happened."""
     num_faults = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    chaos = Chaos(seed)
+    chaos = make(seed)
     began = time.monotonic()
     try:
         said = chaos.run(num_faults)
