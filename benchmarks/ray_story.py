@@ -162,7 +162,10 @@ def play(state: Path, cluster: Path, most_s: float) -> dict[str, Any]:
         "cluster_ready_s": ready_s,
         "wall_s": wall_s,
         "events": [
-            {"time": round(e["time"] - began_at, 1), **{k: e.get(k) for k in ("job", "kind", "from", "to", "node")}}
+            {
+                "time": round(e["time"] - began_at, 1),
+                **{k: e.get(k) for k in ("job", "kind", "from", "to", "node", "why")},
+            }
             for e in store.events(last=100_000)
             if e["kind"] in (*KINDS, "node lost")
         ],
@@ -205,9 +208,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "Four Ray nodes of two devices on this machine; a process on each node of an allocation. Speeds are nominal.",
         "",
         *table(
-            ("second", "job", "what", "from", "to"),
+            ("second", "job", "what", "from", "to or why"),
             [
-                (f"{e['time']:.0f}", e["job"] or e["node"], e["kind"], e["from"] or "", e["to"] or "")
+                (f"{e['time']:.0f}", e["job"] or e["node"], e["kind"], e["from"] or "", e["to"] or e["why"] or "")
                 for e in played["events"]
             ],
         ),

@@ -61,6 +61,10 @@ def test_launch_of_variables(prefix: str) -> None:
     launch = detect_launch(SRUN | given)
     assert launch is not None
     assert (launch.rank, launch.num_processes, launch.coordinator) == (1, 2, "[::1]:77")
+    assert not launch.watched
+    watched = detect_launch(given | {"ARENA_JAX_WATCHED": "1"})
+    assert watched is not None
+    assert watched.watched
 
 
 @pytest.mark.parametrize(

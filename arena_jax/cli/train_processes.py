@@ -195,8 +195,8 @@ def _train_launched(
 ) -> tuple[int, dict[str, Any]]:
     """Train as one of the processes that somebody else started, and watches."""
     leads = launch.rank == 0
-    service = Service(launch.num_processes, launch.coordinator, supervised=False) if leads else None
-    board = Board(launch.coordinator, launch.rank, launch.num_processes, supervised=False)
+    service = Service(launch.num_processes, launch.coordinator, supervised=launch.watched) if leads else None
+    board = Board(launch.coordinator, launch.rank, launch.num_processes, supervised=launch.watched)
     run = None
     try:
         if leads:

@@ -19,6 +19,9 @@ from arena_jax.errors import UsageError
 _NUM_PORTS = 1 << 12
 _FIRST_PORT = (1 << 16) - _NUM_PORTS
 
+# Set to 1 by who ends all processes when one dies.
+WATCHED = "ARENA_JAX_WATCHED"
+
 _DIALECTS = {
     "ARENA_JAX": ("ARENA_JAX_PROCESS_ID", "ARENA_JAX_NUM_PROCESSES", "ARENA_JAX_COORDINATOR"),
     "JAX": ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"),
@@ -34,12 +37,15 @@ class Launch:
         num_processes: how many there are.
         coordinator: ``host:port`` at which process 0 lets the others find each other.
         source: who started them, in words.
+        watched: whether who started them ends all when one dies. Otherwise they look after each other, and one that
+            gives no sign of life for some seconds, as on a machine that is very busy, ends all.
     """
 
     rank: int
     num_processes: int
     coordinator: str
     source: str
+    watched: bool = False
 
 
 def detect_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
@@ -66,7 +72,7 @@ def _from_names(env: Mapping[str, str], names: tuple[str, str, str]) -> Launch |
             hint="set all three, or none to train in one process",
         )
     rank, count = _number(env, names[0]), _number(env, names[1])
-    return _launch(rank, count, env[names[2]], names[1])
+    return _launch(rank, count, env[names[2]], names[1], watched=env.get(WATCHED) == "1")
 
 
 def _from_slurm(env: Mapping[str, str]) -> Launch | None:
@@ -84,12 +90,14 @@ def _from_slurm(env: Mapping[str, str]) -> Launch | None:
     return _launch(rank, count, f"{first_host(nodes)}:{port}", "srun")
 
 
-def _launch(rank: int, count: int, coordinator: str, source: str) -> Launch | None:
+def _launch(rank: int, count: int, coordinator: str, source: str, *, watched: bool = False) -> Launch | None:
     if not 0 <= rank < count:
         raise UsageError(f"process {rank} of {count} ({source})", hint="processes are numbered from 0")
     if not re.fullmatch(r"[^\s:]+:\d+|\[[^\s\]]+\]:\d+", coordinator):
         raise UsageError(f"the coordinator's address is {coordinator!r}", hint="write host:port")
-    return None if count == 1 else Launch(rank=rank, num_processes=count, coordinator=coordinator, source=source)
+    if count == 1:
+        return None
+    return Launch(rank=rank, num_processes=count, coordinator=coordinator, source=source, watched=watched)
 
 
 def first_host(nodes: str) -> str:

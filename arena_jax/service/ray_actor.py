@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from arena_jax.processes.launch import WATCHED
 from arena_jax.service.json_file import read_json, write_json
 from arena_jax.service.own_processes import TOKEN, lock_now, processes_of, worker_argv
 
@@ -104,6 +105,7 @@ def _start(folder: Path, wanted: dict[str, Any], host: str) -> "subprocess.Popen
                 "ARENA_JAX_PROCESS_ID": str(wanted["rank"]),
                 "ARENA_JAX_NUM_PROCESSES": str(wanted["num_processes"]),
                 "ARENA_JAX_COORDINATOR": _coordinator(run, wanted["rank"], host),
+                WATCHED: "1",  # by the service
             }
         launch = {
             "argv": wanted["argv"] or [*worker_argv(), wanted["task"]],

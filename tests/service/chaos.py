@@ -48,8 +48,8 @@ def run(folder: Path, make: Callable[[], Executor], *, start_grace_s: float = 20
         state=folder,
         cluster=CLUSTER,
         rules=Rules(
-            hang_s=3.0, start_grace_s=start_grace_s, stop_grace_s=5.0, change_grace_s=10.0, back_off_s=0.5, most_crashes=1000,
-            change_cost_s=1.0, settle_s=0.2,
+            hang_s=3.0, start_grace_s=start_grace_s, stop_grace_s=5.0, change_grace_s=10.0, back_off_s=0.5,
+            most_crashes=1000, change_cost_s=1.0, settle_s=0.2,
         ),
     )  # fmt: skip
     service = Service(options, lambda store: (make(), StubIndexer()), note=lambda text: print(text, flush=True))
