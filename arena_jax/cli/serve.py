@@ -99,7 +99,7 @@ def command(
     from arena_jax.service.local_index import LocalIndexer
     from arena_jax.service.protocol import state_folder
     from arena_jax.service.queues import Queues
-    from arena_jax.service.reconcile import Rules
+    from arena_jax.service.rules import Rules
     from arena_jax.service.service import Options, Service, facts
 
     cluster = Cluster.load(cluster_file)

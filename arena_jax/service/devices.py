@@ -10,6 +10,17 @@ Node = tuple[str, int]
 """Device type, and number of the node among those of its type; written ``TYPE/NUMBER``."""
 
 
+def node_of(name: str) -> Node:
+    """A node by its name ``TYPE/NUMBER``."""
+    kind, _, number = name.rpartition("/")
+    return kind, int(number)
+
+
+def name_of(node: Node) -> str:
+    """``TYPE/NUMBER``."""
+    return f"{node[0]}/{node[1]}"
+
+
 def node_names(cluster: Cluster) -> list[str]:
     """All nodes as ``TYPE/NUMBER``."""
     return [f"{group.device_type}/{i}" for group in cluster.groups for i in range(group.num_nodes)]

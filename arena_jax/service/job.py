@@ -228,6 +228,10 @@ class Job:
     def started(self) -> bool:
         return self.first_start_at > 0
 
+    def begin_stop(self, why: str, now: float) -> None:
+        """It is to save and end."""
+        self.phase, self.reason, self.stop_at, self.told = Phase.STOPPING, why, now, ""
+
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         return {

@@ -16,7 +16,7 @@ from typing import Any
 
 from arena_jax.errors import ArenaError
 from arena_jax.scheduler import Cluster
-from arena_jax.service.devices import Node
+from arena_jax.service.devices import Node, name_of, node_of
 from arena_jax.service.executor import Heartbeat, LaunchError, Orders, StillAlive
 from arena_jax.service.job import Job, Submission
 from arena_jax.service.job_folder import JobFolder, check_virtual, environment_of
@@ -58,7 +58,7 @@ class RayExecutor:
         kept = read_json(self._file)
         # In the names of actors: several services may share a Ray cluster.
         self._name = str(kept.get("name") or secrets.token_hex(4))
-        self._nodes: dict[Node, str] = {_node(name): ray_id for name, ray_id in kept.get("nodes", {}).items()}
+        self._nodes: dict[Node, str] = {node_of(name): ray_id for name, ray_id in kept.get("nodes", {}).items()}
         self._everything = frozenset((g.device_type, n) for g in cluster.groups for n in range(g.num_nodes))
         self._known = bool(self._nodes)
         self._readers: dict[int, RunReader] = {}
@@ -154,7 +154,7 @@ class RayExecutor:
         return seen
 
     def _write(self) -> None:
-        nodes = {f"{kind}/{number}": ray_id for (kind, number), ray_id in self._nodes.items()}
+        nodes = {name_of(node): ray_id for node, ray_id in self._nodes.items()}
         try:
             write_json(self._file, {"name": self._name, "nodes": nodes})
         except OSError as error:
@@ -279,8 +279,3 @@ def _exit_code(run: Path, count: int) -> int | None:
         return 0
     failed = [end for end in ends if end["code"] != 0]
     return int(min(failed, key=lambda end: float(end["at"]))["code"])
-
-
-def _node(name: str) -> Node:
-    kind, _, number = name.rpartition("/")
-    return kind, int(number)

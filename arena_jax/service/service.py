@@ -16,8 +16,9 @@ from arena_jax.scheduler import Cluster, make_policy
 from arena_jax.service.executor import Executor
 from arena_jax.service.indexing import Indexer
 from arena_jax.service.queues import Queues
-from arena_jax.service.reconcile import Reconciler, Rules
+from arena_jax.service.reconcile import Reconciler
 from arena_jax.service.requests import Requests
+from arena_jax.service.rules import Rules
 from arena_jax.service.server import Server
 from arena_jax.service.store import Store
 from arena_jax.service.web import Web

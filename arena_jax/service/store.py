@@ -38,6 +38,8 @@ class StateError(ArenaError):
 
 Point = tuple[int, float, float | None, float | None]
 """Step, time, loss, seconds of the step."""
+Event = tuple[float, str, str, Mapping[str, Any]]
+"""Time, id of a job or nothing, kind, and what else there is to say."""
 
 
 class Store:
@@ -131,7 +133,7 @@ class Store:
     def save(
         self,
         jobs: Iterable[Job],
-        events: Iterable[tuple[float, str, str, Mapping[str, Any]]] = (),
+        events: Iterable[Event] = (),
         *,
         points: Mapping[int, Iterable[Point]] | None = None,
         taken: int = 0,

@@ -25,7 +25,7 @@ from arena_jax.service.job import ENDED, Submission
 from arena_jax.service.local import LocalExecutor
 from arena_jax.service.own_processes import processes_of
 from arena_jax.service.protocol import call
-from arena_jax.service.reconcile import Rules
+from arena_jax.service.rules import Rules
 from arena_jax.service.service import Options, Service
 from arena_jax.service.store import Store
 from tests.service.stub import CLUSTER, StubIndexer

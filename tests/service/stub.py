@@ -11,8 +11,10 @@ from arena_jax.service.estimates import IndexedStep
 from arena_jax.service.executor import Heartbeat, Orders, Progress, StillAlive
 from arena_jax.service.indexing import Indexing
 from arena_jax.service.job import Held, Job, Submission
-from arena_jax.service.reconcile import Reconciler, Rules, left_after
+from arena_jax.service.reconcile import Reconciler
 from arena_jax.service.requests import Requests
+from arena_jax.service.rules import Rules
+from arena_jax.service.steering import left_after
 from arena_jax.service.store import Store
 
 TABLES = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from arena_jax.service.job import ENDED, LIVE, Phase, Submission
-from arena_jax.service.reconcile import Rules
+from arena_jax.service.rules import Rules
 from tests.service.stub import CLUSTER, Bench, recipe
 
 GRIDS = ["auto", "auto", "pause", "quick:1", "quick:2", "quick:4", "quick:2x4", "slow:2", "slow:4", "slow:2x4"]

@@ -10,7 +10,7 @@ from arena_jax.scheduler import Cluster
 from arena_jax.service.devices import Ledger, check_node, node_names
 from arena_jax.service.estimates import IndexedStep, candidate_allocations, corrected, index_from_json, index_to_json
 from arena_jax.service.job import Held, Job, Phase, Place, Submission
-from arena_jax.service.reconcile import left_after
+from arena_jax.service.steering import left_after
 from tests.service.stub import CLUSTER, recipe
 
 QUICK = [Allocation("quick", 1, n) for n in (1, 2, 4)]

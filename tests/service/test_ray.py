@@ -24,7 +24,7 @@ from arena_jax.service.own_processes import processes_of
 from arena_jax.service.ray_executor import RayExecutor
 from arena_jax.service.ray_link import RayNode, Seen
 from arena_jax.service.ray_nodes import assign
-from arena_jax.service.reconcile import Rules
+from arena_jax.service.rules import Rules
 from arena_jax.service.service import Options, Service
 from tests.service.stub import CLUSTER, StubIndexer, recipe
 

@@ -14,7 +14,7 @@ from arena_jax.service.own_processes import processes_of
 from arena_jax.service.ray_executor import RayExecutor
 from arena_jax.service.ray_link import Given, RayProcess
 from arena_jax.service.ray_local import LocalRay
-from arena_jax.service.reconcile import Rules
+from arena_jax.service.rules import Rules
 from arena_jax.service.service import Options, Service
 from tests.service.stub import CLUSTER, StubIndexer, recipe
 

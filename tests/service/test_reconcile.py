@@ -4,7 +4,7 @@ import pytest
 
 from arena_jax.errors import ArenaError
 from arena_jax.service.job import Phase, Submission
-from arena_jax.service.reconcile import Rules
+from arena_jax.service.rules import Rules
 from tests.service.stub import Bench, recipe
 
 
