@@ -5,6 +5,7 @@ so that tests of the parts without jax stay fast and started processes inherit t
 import os
 import shutil
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+# Cheaper passes of XLA: programs here run a few times only, and compile three times as fast.
+XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+if version("jaxlib").startswith("0.10."):  # later ones end the process at a flag they do not know
+    XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 _HOME = pytest.StashKey[str]()
 
@@ -34,10 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(NUM_CPU_DEVICES),
         "JAX_NUMPY_RANK_PROMOTION": "raise",
-        # Cheaper passes of XLA: programs here run a few times only, and compile twice as fast.
-        "XLA_FLAGS": os.environ.get(
-            "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-        ),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", XLA_FLAGS),
         # Started processes run this checkout, installed or not.
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
