@@ -49,7 +49,11 @@ verify: setup
 	$(BIN)/python -m tests.swap_verify
 	$(BIN)/python -m tests.service.chaos
 	$(BIN)/python -m tests.kill_group
-	ARENA_JAX_LONG=1 $(BIN)/python -m pytest -q tests/test_gpu_profile.py
+	ARENA_JAX_LONG=1 $(BIN)/python -m pytest -q -rs tests/test_gpu_profile.py tests/service/test_end_to_end.py \
+	  tests/service/test_ray_cluster.py
+	@if $(BIN)/python -c 'import ray' 2>/dev/null; then \
+	  $(BIN)/python -m tests.service.chaos_ray 60 && $(BIN)/python -m tests.service.chaos_ray 10 0 head; \
+	else echo "without chaos on Ray: it needs the extra [ray]"; fi
 
 lint: setup
 	$(BIN)/ruff check .

@@ -61,6 +61,7 @@ class RayExecutor:
         self._nodes: dict[Node, str] = {node_of(name): ray_id for name, ray_id in kept.get("nodes", {}).items()}
         self._everything = frozenset((g.device_type, n) for g in cluster.groups for n in range(g.num_nodes))
         self._known = bool(self._nodes)
+        self._seen: Seen | None = None
         self._readers: dict[int, RunReader] = {}
         self._requests: dict[tuple[int, int], int] = {}
         self._broken_s: dict[tuple[int, int], float] = {}
@@ -145,7 +146,8 @@ class RayExecutor:
 
     def _look(self) -> Seen | None:
         seen = self._link.look()
-        if seen is not None:
+        if seen is not None and seen is not self._seen:
+            self._seen = seen
             nodes = assign(self._cluster, seen.nodes, self._nodes)
             if nodes != self._nodes:
                 self._nodes = nodes

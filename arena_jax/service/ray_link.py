@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from arena_jax.errors import UsageError
 from arena_jax.processes.line import Line
 
-# What was seen longer ago says nothing any more.
-_FRESH_S = 10.0
+# What was seen longer ago says nothing any more; more often than so it is not looked for.
+_FRESH_S, _LOOK_S = 10.0, 0.2
 _RESTART_S = 5.0
 _MODULE = "arena_jax.service.ray_bridge"
 
@@ -114,8 +114,13 @@ class RayProcess:
         self._count = 0
         self._seen: Seen | None = None
         self._seen_s = 0.0
+        self._looked_s = -_LOOK_S
 
     def look(self) -> Seen | None:
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _LOOK_S:
+            return self._seen
+        self._looked_s = now_s
         self._keep_up()
         if self._line is not None:
             for message in self._line.drain():
