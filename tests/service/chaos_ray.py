@@ -90,7 +90,7 @@ class RayChaos(Chaos):
 class HeadChaos(RayChaos):
     """On a Ray that the service has started, all of which is killed."""
 
-    faults = ("service", "worker", "keeper", "disk", "bridge", "head")
+    faults = ("service", "worker", "keeper", "disk", "bridge", "head", "head", "head")
 
     def _start_ray(self) -> str:
         return ""
