@@ -9,6 +9,7 @@ same trainings in one process each, undisturbed. The last line is one JSON objec
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -193,6 +194,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only-undisturbed", action="store_true", help="make that file, and no more")
     parser.add_argument("--most-s", type=float, default=900.0, help="give up after so many seconds")
     options = parser.parse_args(argv)
+    if importlib.util.find_spec("ray") is None:
+        print("skipped: it needs the extra [ray]")
+        return
     file = options.undisturbed
     alone = json.loads(file.read_text()) if file is not None and file.exists() else undisturbed()
     if file is not None:
