@@ -41,7 +41,7 @@ train: setup
 	$(BIN)/arena-jax train $(RECIPE) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 verify: setup
 	$(BIN)/python -m tests.verify $(ARGS)

@@ -23,6 +23,19 @@ XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_pas
 if version("jaxlib").startswith("0.10."):  # later ones end the process at a flag they do not know
     XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
+# A file is one worker's. Those that take minutes come first, so that no worker is left with one at the end.
+LONG_FILES = (
+    "test_same_numbers.py",
+    "test_strangers.py",
+    "test_train_cli.py",
+    "test_models.py",
+    "test_job.py",
+    "test_processes.py",
+    "test_kinds_of_models.py",
+    "test_live_resize.py",
+    "test_relaunch.py",
+)
+
 _HOME = pytest.StashKey[str]()
 
 
@@ -54,6 +67,11 @@ def pytest_configure(config: pytest.Config) -> None:
         }
         Path(config.stash[_HOME], "numba").symlink_to(cache.mkdir("numba"))
     os.environ.update(environment)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

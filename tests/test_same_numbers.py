@@ -1,6 +1,7 @@
 """Every plan gives the numbers of one device. The whole matrix is ``make verify``."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import jax
 import pytest
@@ -30,7 +31,12 @@ def _some_variations() -> list[Case]:
     return [found[(i + 1) % len(found)] for i, found in enumerate(by_name.values())]
 
 
-@pytest.mark.parametrize("case", [*pairwise_matrix(18), *_some_variations()], ids=lambda case: case.key)
+def _smaller(case: Case) -> Case:
+    """Two blocks repeat as four do and compile in half the time; of experts, only every other block has some."""
+    return case if case.model in ("wide_resnet", "moe") else replace(case, num_blocks=2)
+
+
+@pytest.mark.parametrize("case", map(_smaller, [*pairwise_matrix(18), *_some_variations()]), ids=lambda case: case.key)
 def test_plan_matches_one_device(case: Case) -> None:
     difference = run(case)
     assert difference.losses <= TOLERANCE

@@ -31,6 +31,7 @@ class Case:
         model: key of :data:`SMALL`.
         variation: overrides on top of it, or a named change of optimizer or filter.
         stages: per stage its submesh, dp and tp.
+        num_blocks: of a transformer; ``None`` for as many as its recipe has.
     """
 
     model: str
@@ -41,6 +42,7 @@ class Case:
     variation: str = ""
     num_microbatches: int = NUM_MICROBATCHES
     precision: str = "float64"
+    num_blocks: int | None = None
 
     @property
     def key(self) -> str:
@@ -48,6 +50,7 @@ class Case:
         extra = (
             f" zero{self.zero}" * bool(self.zero) + " remat" * self.remat + f" {self.variation}" * bool(self.variation)
         )
+        extra += "" if self.num_blocks is None else f" {self.num_blocks} blocks"
         return f"{self.model} {self.precision} {self.grid}/s{len(self.stages)} {layout} M{self.num_microbatches}{extra}"
 
 

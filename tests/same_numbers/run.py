@@ -57,8 +57,10 @@ def precision_of(name: str) -> Precision:
 
 
 @cache
-def setup(model: str, variation: str, precision_name: str) -> Setup:
+def setup(model: str, variation: str, precision_name: str, num_blocks: int | None = None) -> Setup:
     overrides = [*SMALL[model], f"global_batch={GLOBAL_BATCH}"]
+    if num_blocks is not None:
+        overrides.append(f"model.num_layers={num_blocks}")
     model_overrides = {
         "dropout": ["model.dropout=0.1"],
         "scan": ["model.scan_layers=true"],
@@ -116,8 +118,10 @@ def weighted_loss(model: nnx.Module, batch: Any) -> Weighted:
 
 
 @cache
-def oracle(model: str, variation: str, precision_name: str, num_microbatches: int) -> Run:
-    s = setup(model, variation, precision_name)
+def oracle(
+    model: str, variation: str, precision_name: str, num_microbatches: int, num_blocks: int | None = None
+) -> Run:
+    s = setup(model, variation, precision_name, num_blocks)
     return train(
         s.job.make_model,
         s.optimizer,
@@ -134,7 +138,7 @@ def oracle(model: str, variation: str, precision_name: str, num_microbatches: in
 
 def make_plan(case: Case) -> Plan:
     """The case's stages with even cuts, sharded as the search would."""
-    analysis = setup(case.model, case.variation, case.precision).analysis
+    analysis = setup(case.model, case.variation, case.precision, case.num_blocks).analysis
     count = analysis.layers.num_layers
     num_stages = len(case.stages)
     cuts = [round(i * count / num_stages) for i in range(num_stages + 1)]
@@ -158,13 +162,15 @@ def make_plan(case: Case) -> Plan:
 
 
 def compiled(case: Case) -> Program:
-    return compile_program(setup(case.model, case.variation, case.precision).problem, make_plan(case))
+    return compile_program(setup(case.model, case.variation, case.precision, case.num_blocks).problem, make_plan(case))
 
 
 @cache
-def perturbed_tree(model: str, variation: str, precision_name: str) -> dict[str, np.ndarray]:
+def perturbed_tree(
+    model: str, variation: str, precision_name: str, num_blocks: int | None = None
+) -> dict[str, np.ndarray]:
     """The initial state with the oracle's noise on every trainable parameter, made once for all plans."""
-    problem = setup(model, variation, precision_name).problem
+    problem = setup(model, variation, precision_name, num_blocks).problem
     values = jax.jit(lambda: problem.make_values(nnx.Rngs(problem.seed)))()
     tree: dict[str, np.ndarray] = {"step": np.asarray(0, np.int32)}
     params = []
@@ -182,13 +188,13 @@ def perturbed_tree(model: str, variation: str, precision_name: str) -> dict[str,
 
 def perturbed_state(program: Program, case: Case) -> Any:
     """The perturbed initial state under a program's plan."""
-    return program.load_tree(perturbed_tree(case.model, case.variation, case.precision))
+    return program.load_tree(perturbed_tree(case.model, case.variation, case.precision, case.num_blocks))
 
 
 def run(case: Case) -> Difference:
     """Train under the case's plan and compare with the oracle."""
-    s = setup(case.model, case.variation, case.precision)
-    reference = oracle(case.model, case.variation, case.precision, case.num_microbatches)
+    s = setup(case.model, case.variation, case.precision, case.num_blocks)
+    reference = oracle(case.model, case.variation, case.precision, case.num_microbatches, case.num_blocks)
     program = compiled(case)
     state = perturbed_state(program, case)
     gradient: dict[str, Any] = {}
