@@ -36,7 +36,10 @@ def _smaller(case: Case) -> Case:
     return case if case.model in ("wide_resnet", "moe") else replace(case, num_blocks=2)
 
 
-@pytest.mark.parametrize("case", map(_smaller, [*pairwise_matrix(18), *_some_variations()]), ids=lambda case: case.key)
+CASES = [_smaller(case) for case in (*pairwise_matrix(18), *_some_variations())]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.key)
 def test_plan_matches_one_device(case: Case) -> None:
     difference = run(case)
     assert difference.losses <= TOLERANCE
