@@ -6,14 +6,12 @@ process is told its type by ``ARENA_JAX_DEVICE_TYPE``, and the types by ``ARENA_
 """
 
 import os
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
-from arena_jax import home
 from arena_jax.errors import UsageError
 from arena_jax.grid import CATALOGUE, DeviceType
+from arena_jax.node_rates import node_rates
 
 ENV_TYPE = "ARENA_JAX_DEVICE_TYPE"
 # The cores that the process was started with, kept for the processes that it starts.
@@ -51,19 +49,12 @@ def take_cores(num_devices: int) -> None:
     threads = cpu_type().threads
     if threads is None or not hasattr(os, "sched_setaffinity"):
         return
-    ensure_node_rates()
+    node_rates()  # of the whole node
     given = os.environ.setdefault(ENV_CORES, ",".join(map(str, sorted(os.sched_getaffinity(0)))))
     cores = [int(core) for core in given.split(",")]
     for task in _tasks():
         with suppress(OSError):  # a thread that has ended
             os.sched_setaffinity(task, cores[: threads * num_devices])
-
-
-def ensure_node_rates() -> None:
-    """Measure what the whole node does, if nobody has, before this process is kept on some of its cores."""
-    if not (home.home() / "cpu.json").exists():
-        script = "from arena_jax.compiler.cpu import node_rates; node_rates()"
-        subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
 
 
 def _tasks() -> list[int]:

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from arena_jax import home
 from arena_jax.compiler import Analysis, Problem
 from arena_jax.compiler.analysis import Constraints
 from arena_jax.compiler.search import plan_problem
@@ -91,13 +90,6 @@ def candidates(analysis: Analysis, allocation: Allocation) -> tuple[Candidate, l
                 row.plan.plan_id, Candidate(name=name_of(row.plan), plan=row.plan, estimate_s=row.step_time_s)
             )
     return chosen, list(found.values())
-
-
-def keep_compiled() -> None:
-    """Use the persistent compile cache, so that a second run of the same plans compiles nothing."""
-    jax.config.update("jax_compilation_cache_dir", str(home.compile_cache()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def measure(problem: Problem, batch: Any, plans: Sequence[Candidate], rounds: int, steps: int = 2) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from arena_jax.cli.train import start_jax
 from arena_jax.compiler import analyse
 from arena_jax.grid import Allocation
 from benchmarks._plan_space import RECIPES, candidates, measure, problem_of
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
+    start_jax(8)
     path = RESULTS / f"{NAME}.json"
     known = json.loads(path.read_text())["results"] if path.exists() else []
     found = {(r["recipe"], r["allocation"]): r for r in known}

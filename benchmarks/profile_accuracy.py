@@ -24,12 +24,13 @@ from typing import Any
 
 import numpy as np
 
+from arena_jax.cli.train import start_jax
 from arena_jax.compiler import analyse
 from arena_jax.compiler.cost import hardware_of
 from arena_jax.compiler.inter_op.grid_search import estimate_plan
 from arena_jax.grid import Allocation, Plan
 from arena_jax.home import home
-from benchmarks._plan_space import RECIPES, Candidate, candidates, keep_compiled, measure, name_of, problem_of
+from benchmarks._plan_space import RECIPES, Candidate, candidates, measure, name_of, problem_of
 from benchmarks._report import table, write
 
 NAME = "profile_accuracy"
@@ -146,7 +147,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, help="seconds of profiling for each recipe and allocation")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    keep_compiled()
+    start_jax(8)
     pairs = [(recipe, spec) for recipe in args.recipe or RECIPES for spec in args.on or ALLOCATIONS]
     parts = args.parts or PARTS
     for recipe, spec in pairs:

@@ -23,12 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from arena_jax.cli.train import start_jax
 from arena_jax.compiler import analyse
 from arena_jax.compiler.cost import hardware_of
 from arena_jax.compiler.profiling.pieces import pieces_of
 from arena_jax.compiler.profiling.profiler import REPEATS, profile
 from arena_jax.grid import Allocation, ProfileStore
-from benchmarks._plan_space import RECIPES, candidates, keep_compiled, problem_of
+from benchmarks._plan_space import RECIPES, candidates, problem_of
 from benchmarks._report import table, write
 from benchmarks.profile_accuracy import steps_path
 
@@ -77,7 +78,7 @@ def main() -> None:
     parser.add_argument("--store", type=Path, help="keep the profiles here, and go on where an earlier run stopped")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    keep_compiled()
+    start_jax(8)
     problem, _ = problem_of(args.recipe)
     allocation = Allocation.parse(args.on)
     _, plans = candidates(analyse(problem), allocation)

@@ -53,9 +53,11 @@ def run(recipe: str, overrides: tuple[str, ...], specs: tuple[str, ...], budget:
     num_devices = max(numbers)
     started = time.perf_counter()
     if on_cpu:
-        from arena_jax.device_type import ensure_node_rates
+        from arena_jax.cpu_memory import keep_freed_memory
+        from arena_jax.node_rates import node_rates
 
-        ensure_node_rates()  # in a process of its own: of the whole node, before jax starts here
+        keep_freed_memory()  # as a run does
+        node_rates()  # of the whole node, before this process is kept on some of its cores
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(max(num_devices, loaded.cpu_devices)))
     from arena_jax.cli.plan import start_jax
 

@@ -178,8 +178,10 @@ def start_jax(num_cpu_devices: int) -> None:
     import jax
 
     from arena_jax import home
+    from arena_jax.cpu_memory import keep_freed_memory
     from arena_jax.device_type import cpu_type, take_cores
 
+    keep_freed_memory()
     take_cores(num_cpu_devices)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         # Refused where jax is running already, as in a notebook; then there are as many as there are.

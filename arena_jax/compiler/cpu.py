@@ -1,4 +1,4 @@
-"""What this machine's CPU does: measured once, kept under ``ARENA_JAX_HOME``.
+"""What this machine's CPU does, measured (``python -m arena_jax.compiler.cpu`` prints it as JSON).
 
 The node's rate is shared by the virtual devices in use; its memory is 80 % of RAM.
 """
@@ -7,17 +7,15 @@ import json
 import os
 import time
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from arena_jax.cpu_memory import keep_freed_memory
 from arena_jax.grid import DeviceType
-from arena_jax.home import home
+from arena_jax.node_rates import node_rates
 
-_FORMAT = 1
 _MEMORY_SHARE = 0.8
 
 
@@ -35,34 +33,11 @@ def measured_cpu(row: DeviceType, num_devices: float) -> DeviceType:
     )
 
 
-@cache
-def node_rates() -> dict[str, float]:
-    """FLOP/s by dtype and bytes/s of the whole node, measured once and kept."""
-    path = home() / "cpu.json"
-    known = _read(path)
-    if known is not None:
-        return known
-    rates = {
-        "format": float(_FORMAT),
-        "cores": float(os.cpu_count() or 1),
-        "float32": _matmul_rate("float32"),
-        "bytes_per_s": _stream_rate(),
-    }
-    rates["float64"] = rates["float32"] / 2
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(rates))
-    temporary.replace(path)
-    return rates
-
-
-def _read(path: Path) -> dict[str, float] | None:
-    try:
-        data: Any = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    same = isinstance(data, dict) and data.get("format") == _FORMAT and data.get("cores") == float(os.cpu_count() or 1)
-    return data if same else None
+def measure_node_rates() -> dict[str, float]:
+    """FLOP/s by dtype and bytes/s of the whole node. For a process of its own, in which jax has not started."""
+    keep_freed_memory()  # as a run does
+    float32 = _matmul_rate("float32")
+    return {"float32": float32, "float64": float32 / 2, "bytes_per_s": _stream_rate()}
 
 
 def _matmul_rate(dtype: str, size: int = 768, repeats: int = 7) -> float:
@@ -87,3 +62,7 @@ def _time(run: Any) -> float:
 
 def _ram_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure_node_rates()))
