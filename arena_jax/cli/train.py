@@ -347,7 +347,6 @@ def train_job(
                     lambda event: evals.append(event) if event["kind"] == "eval" else None,
                     _keep_to_cores,
                     *watchers,
-                    *callbacks,
                 ),
                 record={"recipe": recipe.to_yaml(), "params": recipe.resolved()},
                 signals=signals,
