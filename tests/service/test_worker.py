@@ -1,5 +1,7 @@
 """What a worker adds to a training: the pace of a virtual device type, and an experiment per queue."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from arena_jax import worker
@@ -49,3 +51,26 @@ def test_steps_take_at_least_the_nominal_time_of_their_devices(clock):
 def test_an_experiment_per_queue_unless_the_recipe_names_one():
     assert experiment_of("arena-jax", {"queue": "night"}) == "arena-jax night"
     assert experiment_of("mine", {"queue": "night"}) == "mine"
+
+
+def test_the_pace_hears_each_event_once(monkeypatch, tmp_path):
+    import arena_jax.training
+    from arena_jax.cli.train import make_planner, train_job
+    from arena_jax.grid import GridShape
+    from arena_jax.job import build
+    from arena_jax.recipe import load_recipe
+    from arena_jax.runtime.signals import StopSignals
+
+    heard = []
+
+    def stop(training):
+        heard.extend(training.callbacks)
+        raise InterruptedError
+
+    monkeypatch.setattr(arena_jax.training, "run_training", stop)
+    small = ["model.num_layers=1", "model.hidden=16", "model.num_heads=2", "tracking.enabled=false"]
+    job, pace = build(load_recipe("gpt_tiny", small)), Pace({})
+    run, grid = SimpleNamespace(path=tmp_path, resume_step=None, run_id="r"), GridShape.parse("cpu:1/s1")
+    with pytest.raises(InterruptedError):
+        train_job(job, make_planner(job), grid, None, run, 1, StopSignals(), None, None, callbacks=(pace,))
+    assert heard.count(pace) == 1
