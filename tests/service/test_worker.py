@@ -1,5 +1,6 @@
 """What a worker adds to a training: the pace of a virtual device type, and an experiment per queue."""
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -54,8 +55,9 @@ def test_an_experiment_per_queue_unless_the_recipe_names_one():
 
 
 def test_the_pace_hears_each_event_once(monkeypatch, tmp_path):
-    import arena_jax.training
-    from arena_jax.cli.train import make_planner, train_job
+    fit_module = importlib.import_module("arena_jax.fit")  # first: it takes `run_training` by name
+    training_module = importlib.import_module("arena_jax.training")
+    from arena_jax.cli.train import train_job
     from arena_jax.grid import GridShape
     from arena_jax.job import build
     from arena_jax.recipe import load_recipe
@@ -67,10 +69,11 @@ def test_the_pace_hears_each_event_once(monkeypatch, tmp_path):
         heard.extend(training.callbacks)
         raise InterruptedError
 
-    monkeypatch.setattr(arena_jax.training, "run_training", stop)
+    monkeypatch.setattr(training_module, "run_training", stop)
+    monkeypatch.setattr(fit_module, "model_leaves", lambda problem: ())
     small = ["model.num_layers=1", "model.hidden=16", "model.num_heads=2", "tracking.enabled=false"]
     job, pace = build(load_recipe("gpt_tiny", small)), Pace({})
-    run, grid = SimpleNamespace(path=tmp_path, resume_step=None, run_id="r"), GridShape.parse("cpu:1/s1")
+    run, planner = SimpleNamespace(path=tmp_path, resume_step=None, run_id="r"), SimpleNamespace(problem=None)
     with pytest.raises(InterruptedError):
-        train_job(job, make_planner(job), grid, None, run, 1, StopSignals(), None, None, callbacks=(pace,))
+        train_job(job, planner, GridShape.parse("cpu:1/s1"), None, run, 1, StopSignals(), None, None, callbacks=(pace,))
     assert heard.count(pace) == 1
