@@ -12,7 +12,7 @@ from arena_jax.compiler.cost.cores import share_of_cores
 from arena_jax.compiler.engines import engine
 from arena_jax.compiler.flops import jaxpr_flops
 from arena_jax.compiler.inter_op.cuts import Costs, StageChoice, best_stages, least_memory
-from arena_jax.compiler.inter_op.shared_cores import SharedStage, pipeline_s
+from arena_jax.compiler.inter_op.shared_cores import WORK_IN_STAGES, SharedStage, pipeline_s
 from arena_jax.compiler.inter_op.stage_cost import MeshCost, Option
 from arena_jax.compiler.inter_op.stage_facts import stage_facts
 from arena_jax.compiler.inter_op.stage_plan import make_plan
@@ -304,9 +304,8 @@ class GridSearch:
             pooled.append(
                 SharedStage(
                     num_devices=devices,
-                    forward_s=fact.forward_s + one_thread * (before + hardware.dispatch_s),
-                    backward_s=fact.time_s
-                    - fact.forward_s
+                    forward_s=WORK_IN_STAGES * fact.forward_s + one_thread * (before + hardware.dispatch_s),
+                    backward_s=WORK_IN_STAGES * (fact.time_s - fact.forward_s)
                     + one_thread * (behind + (hardware.dispatch_s if i + 1 < len(facts) else 0.0)),
                     limit=min(n / devices, hardware.speedup_alone),
                 )
