@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from arena_jax.errors import ArenaError
+from arena_jax.processes.launch import free_port
 
 # Seconds without a sign of life after which the service counts a process as lost, which ends the survivors. A
 # supervisor sees a death long before, and knows when the whole machine stood still.
@@ -31,7 +32,7 @@ class Service:
         _hush()
         from jaxlib import _jax  # type: ignore[attr-defined]
 
-        self.address = address or f"127.0.0.1:{_free_port()}"
+        self.address = address or f"127.0.0.1:{free_port()}"
         try:
             self._service: Any = _jax.get_distributed_runtime_service(
                 self.address,
@@ -135,9 +136,3 @@ class Board:
 def _hush() -> None:
     """Only errors from the native library, which otherwise tells of every connection; before it is loaded."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -10,6 +10,7 @@ Two dialects are known, tried in this order:
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -121,3 +122,10 @@ def _number(env: Mapping[str, str], name: str) -> int:
     if not env[name].isdecimal():
         raise UsageError(f"{name} is {env[name]!r}", hint="give a number")
     return int(env[name])
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens at now, to meet at; ``host`` is empty for all of this machine's addresses."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -23,8 +23,8 @@ from arena_jax.service.executor import Heartbeat, LaunchError, Orders, StillAliv
 from arena_jax.service.job import Job, Submission
 from arena_jax.service.job_folder import JobFolder, check_virtual, environment_of
 from arena_jax.service.json_file import read_json, write_json
-from arena_jax.service.own_processes import TOKEN, is_locked, lock_now, processes_of, worker_argv
-from arena_jax.service.progress import RunReader
+from arena_jax.service.own_processes import TOKEN, is_locked, lock_now, processes_of, signal_all, worker_argv
+from arena_jax.service.progress import RunReader, RunReaders
 
 _KEEPER = Path(__file__).with_name("keeper.py")
 _ASK_TIMEOUT_S = 1.0
@@ -52,7 +52,7 @@ class LocalExecutor:
         check_virtual(cluster, "local")
         self._folder = state / "jobs"
         self._worker = list(worker or worker_argv())
-        self._readers: dict[int, RunReader] = {}
+        self._readers = RunReaders()
         self._keepers: dict[int, subprocess.Popen[bytes]] = {}
         self._asked: dict[int, tuple[int, str, str]] = {}
 
@@ -84,12 +84,12 @@ class LocalExecutor:
             raise LaunchError(f"cannot start {job.id}: {error.strerror or error}") from error
         finally:
             os.close(lock)
-        self._readers.pop(job.number, None)
+        self._readers.forget(job)
 
     def tell(self, job: Job, orders: Orders) -> None:
         if self._asked.get(job.number, (0, "", ""))[:2] == (job.run, job.told):
             return
-        reader = self._reader(job)
+        reader = self._readers.of(job, self._of(job).train)
         reader.read()
         if reader.folder is None:
             return
@@ -112,9 +112,7 @@ class LocalExecutor:
             os.killpg(int(pid), signal.SIGTERM)
 
     def signal(self, job: Job, number: int) -> None:
-        for pid in processes_of(self._of(job).token):
-            with suppress(OSError):
-                os.kill(pid, number)
+        signal_all(processes_of(self._of(job).token), number)
 
     def heartbeat(self, job: Job) -> Heartbeat:
         folder = self._of(job)
@@ -122,7 +120,7 @@ class LocalExecutor:
         if keeper is not None:
             keeper.poll()
         alive = is_locked(folder.path / "lock")
-        reader = self._reader(job)
+        reader = self._readers.of(job, self._of(job).train)
         if not job.spec.rigid:
             reader.read()
         if not alive:
@@ -153,13 +151,6 @@ class LocalExecutor:
     def _of(self, job: Job) -> JobFolder:
         return JobFolder(self._folder, job)
 
-    def _reader(self, job: Job) -> RunReader:
-        reader = self._readers.get(job.number)
-        if reader is None or reader.run != job.run:
-            reader = RunReader(self._of(job).train, run=job.run, since=job.launched_at)
-            self._readers[job.number] = reader
-        return reader
-
     def _told(self, job: Job, reader: RunReader) -> tuple[str, str]:
         run, told, name = self._asked.get(job.number, (0, "", ""))
         if not job.told or (run, told) != (job.run, job.told) or reader.folder is None:
@@ -189,9 +180,7 @@ class LocalExecutor:
             late = time.time() - job.launched_at > _BEGIN_S
             if late and not processes_of(folder.token):
                 # Only an earlier run can hold the lock now.
-                for pid in processes_of(f"{folder.path}:", prefix=True):
-                    with suppress(OSError):
-                        os.kill(pid, signal.SIGKILL)
+                signal_all(processes_of(f"{folder.path}:", prefix=True))
             return
         with suppress(OSError, ValueError):
             os.kill(int(keeper), 0)

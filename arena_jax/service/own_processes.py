@@ -2,7 +2,9 @@
 
 import fcntl
 import os
+import signal
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +32,13 @@ def processes_of(token: str, *, prefix: bool = False) -> list[int]:
                 if any(part == wanted or (prefix and part.startswith(wanted)) for part in environment):
                     found.append(int(entry))
     return found
+
+
+def signal_all(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
+    """Send a signal to processes, of which some may be gone."""
+    for pid in pids:
+        with suppress(OSError):
+            os.kill(pid, number)
 
 
 def lock_now(lock: int) -> bool:

@@ -9,6 +9,7 @@ from arena_jax.errors import ArenaError
 from arena_jax.events import FILE_NAME, read_from
 from arena_jax.grid import GridShape
 from arena_jax.service.executor import Progress
+from arena_jax.service.job import Job
 from arena_jax.service.store import Point
 
 # The step time is a median over the last steps under one plan, but for the first: some are in flight before any
@@ -111,3 +112,21 @@ class RunReader:
                 self.done = event.get("stop_reason") in ("done", "data_ended")
         except (KeyError, TypeError, ValueError):
             return
+
+
+class RunReaders:
+    """A reader for each job, of its latest launch."""
+
+    def __init__(self) -> None:
+        self._readers: dict[int, RunReader] = {}
+
+    def of(self, job: Job, root: Path) -> RunReader:
+        """The job's reader; ``root`` is where its run directories are."""
+        reader = self._readers.get(job.number)
+        if reader is None or reader.run != job.run:
+            reader = self._readers[job.number] = RunReader(root, run=job.run, since=job.launched_at)
+        return reader
+
+    def forget(self, job: Job) -> None:
+        """It is launched anew."""
+        self._readers.pop(job.number, None)

@@ -12,19 +12,18 @@ an actor that comes late looks for it after taking the lock, and does nothing.
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from arena_jax.processes.launch import WATCHED
+from arena_jax.processes.launch import WATCHED, free_port
 from arena_jax.service.json_file import read_json, write_json
-from arena_jax.service.own_processes import TOKEN, lock_now, processes_of, worker_argv
+from arena_jax.service.own_processes import TOKEN, lock_now, processes_of, signal_all, worker_argv
 
 CLOSED, COORDINATOR, ORDERS = "closed", "coordinator.json", "orders.json"
 _KEEPER = Path(__file__).with_name("keeper.py")
@@ -81,7 +80,7 @@ def keep(folder: Path, host: str) -> None:
     keeper.stdout.read()  # the keeper holds the other end
     keeper.wait()
     while left := processes_of(wanted["env"][TOKEN]):  # the keeper itself was killed
-        _kill(left)
+        signal_all(left)
         time.sleep(_LOOK_S)
     with suppress(OSError):
         _last_words(folder, wanted)
@@ -98,7 +97,7 @@ def _start(folder: Path, wanted: dict[str, Any], host: str) -> "subprocess.Popen
         # What an earlier run may have left on this node, whose keeper and actor were killed at once.
         found = processes_of(wanted["token_of_job"], prefix=True)
         ours = processes_of(wanted["token_of_run"], prefix=True)  # after the others: this run is just beginning
-        _kill(pid for pid in found if pid not in ours)
+        signal_all(pid for pid in found if pid not in ours)
         env = {**_own_environment(), **wanted["env"]}
         if wanted["num_processes"] > 1:
             env |= {
@@ -132,12 +131,6 @@ def _start(folder: Path, wanted: dict[str, Any], host: str) -> "subprocess.Popen
         os.close(lock)
 
 
-def _kill(pids: Iterable[int]) -> None:
-    for pid in pids:
-        with suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-
-
 def _check_open(run: Path) -> None:
     if (run / CLOSED).exists():
         raise Refused("its run is over")
@@ -156,15 +149,10 @@ def _coordinator(run: Path, rank: int, host: str) -> str:
     """Where the processes of the run meet: chosen by the first, read by the others."""
     file = run / COORDINATOR
     if rank == 0:
-        write_json(file, {"address": f"[{host}]:{_free_port()}" if ":" in host else f"{host}:{_free_port()}"})
+        port = free_port("")
+        write_json(file, {"address": f"[{host}]:{port}" if ":" in host else f"{host}:{port}"})
     _wait(file.exists, _MEET_S, run, "the first process did not say where to meet")
     return str(read_json(file)["address"])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _own_environment() -> dict[str, str]:

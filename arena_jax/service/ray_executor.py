@@ -22,7 +22,7 @@ from arena_jax.service.job import Job, Submission
 from arena_jax.service.job_folder import JobFolder, check_virtual, environment_of
 from arena_jax.service.json_file import read_json, write_json
 from arena_jax.service.own_processes import TOKEN, is_locked
-from arena_jax.service.progress import RunReader
+from arena_jax.service.progress import RunReaders
 from arena_jax.service.ray_actor import CLOSED, ORDERS
 from arena_jax.service.ray_link import RayLink, Seen
 from arena_jax.service.ray_nodes import assign, resource_of
@@ -62,7 +62,7 @@ class RayExecutor:
         self._everything = frozenset((g.device_type, n) for g in cluster.groups for n in range(g.num_nodes))
         self._known = bool(self._nodes)
         self._seen: Seen | None = None
-        self._readers: dict[int, RunReader] = {}
+        self._readers = RunReaders()
         self._requests: dict[tuple[int, int], int] = {}
         self._broken_s: dict[tuple[int, int], float] = {}
         self._killed_s: dict[tuple[int, int], float] = {}
@@ -94,7 +94,7 @@ class RayExecutor:
                 self._actor(job, rank), wanted[rank], node=ray_id, resource=resource, amount=len(devices)
             )
             self._requests[job.number, job.run] = request
-        self._readers.pop(job.number, None)
+        self._readers.forget(job)
 
     def tell(self, job: Job, orders: Orders) -> None:
         raise AssertionError("a grid is not changed inside of processes")
@@ -112,7 +112,7 @@ class RayExecutor:
 
     def heartbeat(self, job: Job) -> Heartbeat:
         folder, seen = self._of(job), self._look()
-        reader = self._reader(job)
+        reader = self._readers.of(job, self._of(job).train)
         if not job.spec.rigid:
             reader.read()
         if self._alive(job, folder, seen):
@@ -176,13 +176,6 @@ class RayExecutor:
 
     def _of(self, job: Job) -> JobFolder:
         return JobFolder(self._folder, job)
-
-    def _reader(self, job: Job) -> RunReader:
-        reader = self._readers.get(job.number)
-        if reader is None or reader.run != job.run:
-            reader = RunReader(self._of(job).train, run=job.run, since=job.launched_at)
-            self._readers[job.number] = reader
-        return reader
 
     def _num_ranks(self, job: Job) -> int:
         """Processes of the run; 0 for one that was never launched."""

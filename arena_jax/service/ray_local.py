@@ -9,7 +9,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,9 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from arena_jax.errors import UsageError
+from arena_jax.processes.launch import free_port
 from arena_jax.scheduler import Cluster
 from arena_jax.service.json_file import read_json, write_json
-from arena_jax.service.own_processes import TOKEN, processes_of
+from arena_jax.service.own_processes import TOKEN, processes_of, signal_all
 from arena_jax.service.ray_nodes import resource_of
 
 # Ray refuses less.
@@ -72,8 +72,7 @@ class LocalRay:
             return
         kept = read_json(self._folder / "head.json")
         if kept and _is_ours(kept["pid"], self._mark):
-            with suppress(OSError):
-                os.kill(kept["pid"], signal.SIGTERM)
+            signal_all([kept["pid"]], signal.SIGTERM)
             end_s = time.monotonic() + 15
             while processes_of(self._mark) and time.monotonic() < end_s:
                 if self._head is not None:
@@ -84,9 +83,7 @@ class LocalRay:
             (self._folder / "head.json").unlink()
 
     def _end_all(self) -> None:
-        for pid in processes_of(self._mark):
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        signal_all(processes_of(self._mark))
         kept = read_json(self._folder / "head.json")
         if kept:
             shutil.rmtree(kept["folder"], ignore_errors=True)
@@ -94,7 +91,7 @@ class LocalRay:
     def _start(self) -> str:
         # Ray's sockets lie below it, and their paths must be short.
         folder = tempfile.mkdtemp(prefix="arena-jax-ray-")
-        port = _free_port()
+        port = free_port()
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
         command += ["--node-ip-address", "127.0.0.1", "--port", str(port), "--include-dashboard", "false"]
         command += ["--num-cpus", "0", "--num-gpus", "0", "--object-store-memory", str(_OBJECT_STORE_BYTES)]
@@ -116,9 +113,3 @@ class LocalRay:
 def _is_ours(pid: int, mark: str) -> bool:
     """Whether the process is alive, and not another that has got its number."""
     return pid in processes_of(mark)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

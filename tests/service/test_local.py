@@ -19,6 +19,7 @@ from arena_jax.service.local_index import LocalIndexer
 from arena_jax.service.own_processes import processes_of
 from arena_jax.service.progress import RunReader
 from tests.service.stub import CLUSTER, TABLES, recipe
+from tests.service.waiting import ended, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 
@@ -36,18 +37,6 @@ def executor(tmp_path):
     for job in list(tmp_path.glob("jobs/*")):
         for pid in processes_of(f"{job}:", prefix=True):
             os.kill(pid, signal.SIGKILL)
-
-
-def until(true, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.02)
-
-
-def ended(executor, job):
-    until(lambda: not executor.heartbeat(job).alive)
-    return executor.heartbeat(job)
 
 
 def test_a_command_runs_once_and_its_end_is_known(executor, tmp_path):

@@ -27,6 +27,7 @@ from arena_jax.service.ray_nodes import assign
 from arena_jax.service.rules import Rules
 from arena_jax.service.service import Options, Service
 from tests.service.stub import CLUSTER, StubIndexer, recipe
+from tests.service.waiting import ended, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,18 +99,6 @@ def command(text: str, *, nodes: int = 1, number: int = 1) -> Job:
     spec = Submission(kind="command", name="c", command=text, on=str(allocation))
     held = Held(allocation, tuple((node, (0, 1)) for node in range(nodes)))
     return Job(number=number, id=f"c-{number}", spec=spec, submitted_at=1.0, held=held, run=1, launched_at=time.time())
-
-
-def until(true, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.02)
-
-
-def ended(executor, job):
-    until(lambda: not executor.heartbeat(job).alive)
-    return executor.heartbeat(job)
 
 
 def begun(tmp_path, job):
