@@ -194,6 +194,7 @@ def read(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "steps_during": len(during),
                 "slowed_median": statistics.median(during) / normal if len(during) > 2 else None,
                 "slowed_max": max(during) / normal if len(during) > 2 else None,
+                "steps_during_s": during,
             }
         )
     return rows
@@ -276,6 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = _earlier()
     if options.resize or not options.recipe:
         results["resize"] = resize(options.resize or "cpu:4", options.override)
+        report(results)
     names = [] if options.resize else [options.recipe] if options.recipe else list(TASKS)
     for name in names:
         with tempfile.TemporaryDirectory() as home:  # empty caches

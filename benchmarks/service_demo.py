@@ -2,9 +2,10 @@
 
     python -m benchmarks.service_demo [--write]          # what `make demo` runs
 
-First under the policy ``arena``, then the same jobs at the same times under rigid first come, first served,
-where each gets what its user asked for. Steps are paced to the types' nominal speeds; starting, planning and
-compiling take what they take here. The second run changes nothing, so its losses are those of undisturbed runs.
+Every family runs one step on every number of devices first, so that plans and compiled programs are there for
+both policies. Then the jobs arrive under the policy ``arena``, and at the same times under rigid first come, first
+served, where each gets what its user asked for. Steps are paced to the types' nominal speeds; starting takes what
+it takes here. The second run changes nothing, so its losses are those of undisturbed runs.
 The last line is one JSON object.
 """
 
@@ -69,6 +70,8 @@ JOBS = (
     ("gpt_tiny", 18, 55.0, "quick:4"),
     ("bert_tiny", 14, 62.0, "quick:2"),
 )
+# Programs are the same on both types, which differ in their pace.
+REHEARSED = (("quick", 4), ("slow", 2), ("slow", 1))
 # What changes are thought to cost before any was measured.
 RESTART_S, RESIZE_S = 12.0, 3.0
 KINDS = ("start", "resume", "grow", "shrink", "move", "migrate", "pause", "finish", "fail")
@@ -128,8 +131,24 @@ class Served:
         self._log.close()
 
 
+def rehearse(state: Path, cluster: Path) -> None:
+    """Run one step of every family on every number of devices, under a service of its own.
+
+    Plans and compiled programs are then in the caches, as where such jobs have run before; else whichever policy plays
+    first would compile for the other.
+    """
+    served = Served(state, cluster, "fcfs")
+    ids = [served.submit(recipe, 1, f"{kind}:{n}") for recipe in OVERRIDES for kind, n in REHEARSED]
+    while any(job["state"] not in ENDED for job in served.jobs()):
+        time.sleep(0.5)
+    bad = [job for job in served.jobs() if job["id"] in ids and job["state"] != "finished"]
+    served.close()
+    if bad:
+        raise SystemExit(f"{bad[0]['id']}: {bad[0]['reason']}")
+
+
 def plan_ahead(state: Path, cluster: Path) -> None:
-    """Have every family planned while all nodes are drained, so that arrival times mean something."""
+    """Have the service know every family's plans, with all nodes drained, so that arrival times mean something."""
     served = Served(state, cluster, "arena")
     for node in ("quick/0", "slow/0"):
         served.ask(do="drain", node=node)
@@ -245,7 +264,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = Path(tempfile.mkdtemp(prefix="arena-jax-demo-"))
     cluster = folder / "cluster.toml"
     cluster.write_text(CLUSTER)
-    print("virtual CPU devices, paced to nominal speeds; planning the four families first", file=sys.stderr)
+    print(
+        "virtual CPU devices, paced to nominal speeds; planning and compiling the four families first", file=sys.stderr
+    )
+    rehearse(folder / "rehearsal", cluster)
     plan_ahead(folder / "arena", cluster)
     planned_s = time.monotonic() - began
     (folder / "fcfs").mkdir(mode=0o700)
@@ -289,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "fcfs": {"jobs": theirs["jobs"], "events": theirs["events"]},
         "speeds": "nominal",
     }
-    lines.append(f"\nPlanned in {planned_s:.0f} s; the whole took {data['wall_s']:.0f} s.")
+    lines.append(f"\nPlanned and compiled in {planned_s:.0f} s; the whole took {data['wall_s']:.0f} s.")
     if options.write:
         write("service_demo", title="Six jobs on two virtual device types, nominal speeds", lines=lines, data=data)
     else:
@@ -320,7 +342,7 @@ def _lines(
         )
     worst = max(row[3] for row in losses)
     return [
-        "Steps are paced to the nominal speeds of the types; starts, plans and compilations are real.",
+        "Steps are paced to the nominal speeds of the types; starts and changes of plan are real, from warm caches.",
         "",
         *table(head, rows),
         "",
