@@ -11,12 +11,14 @@ from typing import Any
 from arena_jax.home import home
 
 # 2: memory is kept between steps (:mod:`arena_jax.cpu_memory`), which makes bytes four times as fast.
-_FORMAT = 2
+# 3: with the rate of convolutions.
+_FORMAT = 3
 
 
 @cache
 def node_rates() -> dict[str, float]:
-    """FLOP/s by dtype (``float32``, ``float64``), ``bytes_per_s`` and ``cores`` of the whole node.
+    """FLOP/s of products by dtype (``float32``, ``float64``) and of a float32 ``convolution`` with its gradients,
+    ``bytes_per_s`` and ``cores`` of the whole node.
 
     To be called before this process is kept on some of its cores: the process that measures inherits them.
     """

@@ -151,3 +151,16 @@ def test_another_wish_calls_the_process_off() -> None:
     assert first.compiled is None
     assert shop.order == [FOUR]
     shop.ahead.close()
+
+
+def test_collections_leave_out_what_was_there_before_a_run() -> None:
+    import gc
+
+    from arena_jax.runtime.heap import old_objects_spared
+
+    before = [object() for _ in range(3)], {}
+    with old_objects_spared():
+        assert not any(known is before for known in gc.get_objects())
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+    assert any(known is before for known in gc.get_objects())

@@ -45,6 +45,18 @@ def test_what_was_measured_corrects_the_kind_it_was_measured_for() -> None:
     assert corrected.op_s("reduce", *args) == hardware.op_s("reduce", *args)
 
 
+def test_a_convolution_on_this_cpu_runs_at_the_rate_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from arena_jax.compiler import cpu
+
+    rates = {"cores": 2.0, "float32": 8e10, "float64": 4e10, "convolution": 2e10, "bytes_per_s": 1e12}
+    monkeypatch.setattr(cpu, "node_rates", lambda: rates)
+    measured = hardware_of(Allocation.parse("cpu:2"))
+    shape, flops = (1.0, 512.0, 512.0, 512.0), 2 * 512.0**3
+    seconds = {kind: measured.op_s(kind, "float32", flops, 0.0, shape) - measured.launch_s for kind in ("dot", "conv")}
+    assert seconds["dot"] == pytest.approx(flops / 4e10)  # its half of the node
+    assert seconds["conv"] == pytest.approx(flops / 1e10)
+
+
 @pytest.mark.parametrize("name", GPUS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_large_product_reaches_a_believable_share_of_every_gpu(name: str, dtype: str) -> None:

@@ -194,7 +194,8 @@ def test_remeasured_cpu_is_planned_anew(plan, monkeypatch: pytest.MonkeyPatch) -
     from arena_jax.compiler import cpu
 
     def measured(speed: float) -> dict[str, Any]:
-        rates = {"float32": 5e10 * speed, "float64": 2e10 * speed, "bytes_per_s": 1e10 * speed}
+        known = {"float32": 5e10, "float64": 2e10, "convolution": 2e10, "bytes_per_s": 1e10}
+        rates = {name: rate * speed for name, rate in known.items()}
         monkeypatch.setattr(cpu, "node_rates", lambda: rates)
         return plan("tiny.yaml", "--on", "cpu:2/s1")[1]
 

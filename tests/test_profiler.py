@@ -32,7 +32,8 @@ TWO = Allocation("cpu", 1, 2)
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ARENA_JAX_HOME", str(tmp_path))
-    rates = {"format": 2.0, "cores": float(os.cpu_count() or 1), "float32": 1e11, "float64": 5e10, "bytes_per_s": 1e10}
+    rates = {"format": 3.0, "cores": float(os.cpu_count() or 1), "float32": 1e11, "float64": 5e10}
+    rates |= {"convolution": 1e11, "bytes_per_s": 1e10}
     (tmp_path / "cpu.json").write_text(json.dumps(rates))
     return tmp_path
 

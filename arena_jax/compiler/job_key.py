@@ -61,7 +61,11 @@ def job_key(
 
 def _facts(hardware: Hardware) -> dict[str, Any]:
     """What a plan can depend on of a device type, its usable memory included."""
-    facts = asdict(hardware.device) | {"usable_bytes": hardware.usable_bytes, "profiles": hardware.generation}
+    facts = asdict(hardware.device) | {
+        "usable_bytes": hardware.usable_bytes,
+        "convolutions": hardware.efficiency.conv_share,  # of a CPU it is measured
+        "profiles": hardware.generation,
+    }
     irrelevant = ("name", "price_per_hour", "compute_capability", "source", "sources")
     return {k: v for k, v in facts.items() if k not in irrelevant}
 

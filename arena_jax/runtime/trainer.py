@@ -8,6 +8,7 @@ to be finite. All ``step`` numbers count completed steps.
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from arena_jax.runtime.contract import (
     Swap,
 )
 from arena_jax.runtime.feed import Feed
+from arena_jax.runtime.heap import old_objects_spared
 from arena_jax.runtime.journal import Journal
 from arena_jax.runtime.metrics import EvalMean, InFlight, StepRecord, is_bad, num_rows
 from arena_jax.runtime.move import Moved
@@ -116,7 +118,7 @@ class Trainer:
         """
         self._state, self._step = state, first_step
         del state  # so that a pause can free it
-        with self._signals as signals:
+        with self._signals as signals, nullcontext() if self._ahead is None else old_objects_spared():
             self._inflight.restart_clock()
             if self._ahead is not None:
                 self._ahead.run_under(self._compiled.program)

@@ -119,7 +119,7 @@ class Hardware:
                 side, depth = balanced_shape(flops, num_bytes, itemsize)
                 shape = (np.ones_like(side), side, depth, side)
             seconds = matmul_s(self.device, self.efficiency, dtype, itemsize, *shape)
-            if kind == "conv" and self.device.platform != "cpu":
+            if kind == "conv":
                 seconds = seconds / self.efficiency.conv_share
             return times * seconds + self.launch_s
         share = self.efficiency.reduce_share if kind == "reduce" else _KIND_SHARE[kind]
@@ -159,11 +159,14 @@ def itemsize_of(dtype: str) -> int:
 def hardware_of(allocation: Allocation, catalogue: Catalogue = CATALOGUE) -> Hardware:
     """Look a type up, with what the profile store knows of it; ``cpu`` is what was measured on this machine."""
     device = catalogue[allocation.device_type]
+    # Rates that are given for a CPU are those it reaches.
+    efficiency = FITTED if device.platform != "cpu" else replace(FITTED, conv_share=1.0)
     # A virtual type without rates of its own has its threads' share of this machine's.
     if device.platform == "cpu" and (device.threads is None or device.peak_flops == CATALOGUE["cpu"].peak_flops):
-        from arena_jax.compiler.cpu import measured_cpu
+        from arena_jax.compiler.cpu import convolution_share, measured_cpu
 
         device = measured_cpu(device, allocation.num_devices)
+        efficiency = replace(FITTED, conv_share=convolution_share())
     from arena_jax.compiler.profiling.measured import measured
 
     shared = device.platform == "cpu" and device.threads is None
@@ -171,6 +174,7 @@ def hardware_of(allocation: Allocation, catalogue: Catalogue = CATALOGUE) -> Har
     return Hardware(
         device=device,
         allocation=allocation,
+        efficiency=efficiency,
         corrections=known.corrections,
         products=known.products,
         collectives=known.collectives,
