@@ -59,7 +59,8 @@ OVERRIDES = {
     "gpt_tiny": _LANGUAGE,
     "bert_tiny": _LANGUAGE,
     "moe_tiny": (*_LANGUAGE, "model.feed_forward=96", "model.num_experts=4"),
-    "wide_resnet_tiny": ("model.blocks=[1, 1, 1]", "model.width_factor=1", *_COMMON),
+    # Its float32 losses part early at the recipe's rate: in constant pixels batch normalisation divides noise by noise.
+    "wide_resnet_tiny": ("model.blocks=[1, 1, 1]", "model.width_factor=1", "optimizer.learning_rate=0.003", *_COMMON),
 }
 # Recipe, steps, seconds of its arrival, and what its user asked for: everybody wants the fast type.
 JOBS = (

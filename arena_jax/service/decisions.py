@@ -104,16 +104,17 @@ class Decider:
         """
         began = time.perf_counter()
         # These are left alone, and their devices are not there for the policy.
-        fixed = [job for job in jobs if _is_fixed(job)]
+        fixed = [job for job in jobs if _is_fixed(job) or _is_ending(job, step_times[job.plan_key], costs)]
+        left_alone = {job.number for job in fixed}
         free: list[Job] = []
         idle: list[Job] = []
         for job in jobs:
-            if not _is_fixed(job):
+            if job.number not in left_alone:
                 can = self._may_run(job, now) and self.options(job, step_times[job.plan_key])
                 (free if can else idle).append(job)
         changes = [Change(job=job, place=None, cause="pause") for job in idle if job.desired is not None]
         placer = self._placer([*fixed, *free])
-        placer.fixed = {job.number for job in fixed}
+        placer.fixed = left_alone
         if not free:
             return Decided(changes=tuple(changes), took_s=time.perf_counter() - began)
         workload = self._workload(free, step_times, factors)
@@ -326,6 +327,14 @@ def _is_fixed(job: Job) -> bool:
     if job.desired is None:
         return False
     return job.spec.rigid or (job.phase is Phase.STARTING and not job.pin and not job.cancelled)
+
+
+def _is_ending(job: Job, step_times: Mapping[Allocation, float], costs: RestartCosts) -> bool:
+    """Trainings that end sooner where they are than they would begin again after a pause."""
+    if job.phase is not Phase.RUNNING or job.desired is None or job.pin or job.cancelled or not job.settled:
+        return False
+    step_s = step_times.get(job.desired.allocation, math.inf)
+    return (job.spec.steps - job.step) * step_s <= costs.resume
 
 
 def lost_places(jobs: Sequence[Job], down: set[tuple[str, int]]) -> list[Job]:

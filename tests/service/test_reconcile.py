@@ -5,7 +5,7 @@ import pytest
 from arena_jax.errors import ArenaError
 from arena_jax.service.job import Phase, Submission
 from arena_jax.service.rules import Rules
-from tests.service.stub import Bench, recipe
+from tests.service.stub import CLUSTER, Bench, recipe, step_time_s
 
 
 @pytest.fixture
@@ -289,3 +289,18 @@ def test_a_start_is_not_broken_off_for_another_job(tmp_path):
     bench.run(30)  # its first step has come, and the other's weight counts
     assert bench.job(urgent).held is not None
     assert bench.job(first).run == 1
+
+
+def test_a_job_about_to_end_is_not_paused_for_another(bench):
+    ending = bench.submit(recipe("ending", steps=200, types=("quick",), min_devices=8, max_devices=8))
+    bench.run(76)
+    left_s = (200 - bench.job(ending).step) * step_time_s(CLUSTER.packed("quick", 8))
+    assert 2 < left_s < bench.rules.change_cost_s
+    urgent = bench.submit(recipe("urgent", steps=10, types=("quick",), priority=1000.0))
+    bench.run(2)
+    assert bench.job(ending).phase is Phase.RUNNING
+    assert bench.job(urgent).held is None
+    bench.run(5)
+    assert bench.job(ending).phase is Phase.FINISHED
+    assert bench.job(ending).run == 1
+    assert bench.job(urgent).held is not None
