@@ -18,6 +18,7 @@ from arena_jax.compiler.by_hand import NAMES, by_hand
 from arena_jax.compiler.intra_op.binding import binding_constraints
 from arena_jax.errors import UsageError
 from arena_jax.grid import CATALOGUE, Allocation, Catalogue, GridShape, PlanIndex
+from tests.browser import check, needs_browser
 from tests.doubles import Toy, ToyLoader, toy_loss
 from tests.plans import row
 
@@ -224,6 +225,13 @@ def test_the_page_stands_alone_and_shows_everything(plan, folder: Path) -> None:
     for wanted in ("Time against memory", "Predicted 1F1B timeline", "Memory of a device", "blocks/*/", "a100-40:4 tp"):
         assert wanted in reader.text
     check_trace(json.loads((folder / "out/trace.json").read_text()), report)
+
+
+@needs_browser
+def test_the_page_in_a_browser(plan, folder: Path, tmp_path: Path) -> None:
+    arguments = ("--on", "a100:4", "--on", "cpu:2/s2", "--compare", "fsdp,tp", "--explain")
+    assert plan(*arguments, "--report", "seen.html")[0] == 0
+    check((folder / "seen.html").read_text(), tmp_path, num_tables=5, num_plots=15)
 
 
 def check_trace(trace: dict[str, Any], report: dict[str, Any]) -> None:

@@ -203,7 +203,8 @@ def _timeline(row: IndexRow) -> str:
     ]
     if len(bars) > _MOST_DRAWN:
         return f"<p>{len(bars)} programs are too many to draw; --trace writes them for Perfetto.</p>"
-    chart = svg.gantt(bars, len(row.plan.stages), x_label="time in a step", y_label="stages", row_height=26.0)
+    names = [f"stage {number}" for number in range(len(row.plan.stages))]
+    chart = svg.gantt(bars, len(names), x_label="time in a step", names=names, row_height=26.0)
     idle = idle_share(spans, len(row.plan.stages))
     told = (
         f"{seconds(end)} from first to last program, of which the stages wait {idle:.0%}; the estimate, which does "

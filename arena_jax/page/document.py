@@ -21,7 +21,7 @@ svg text { font-size: 11px; fill: var(--ink); }
 .grid { stroke: var(--rule); stroke-width: .6; } .axis { stroke: var(--ink); }
 .legend { margin: 0 0 1rem; font-size: 13px; } .key { margin-right: 1.1rem; white-space: nowrap; }
 .key i { display: inline-block; width: 11px; height: 11px; margin-right: 5px; border-radius: 2px; }
-details { margin: .6rem 0; } summary { cursor: pointer; }
+pre { font-size: 13px; } details { margin: .6rem 0; } summary { cursor: pointer; }
 """
 
 

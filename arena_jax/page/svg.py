@@ -218,12 +218,20 @@ def bars(
             f'<line class="axis" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{height - _BOTTOM}" '
             f'stroke-dasharray="4 3"><title>{escape(limit[1])}</title></line>'
         )
-    used = dict.fromkeys(part for parts in rows.values() for part, length in parts.items() if length > 0)
-    return _svg(body, height) + legend({part: colors[part] for part in used})
+    used = {part for parts in rows.values() for part, length in parts.items() if length > 0}
+    return _svg(body, height) + legend({part: color for part, color in colors.items() if part in used})
 
 
-def gantt(bars: Sequence[Bar], num_rows: int, *, x_label: str, y_label: str, row_height: float = 14.0) -> str:
-    """Bars on rows of ``row_height`` pixels, less where there are many."""
+def gantt(
+    bars: Sequence[Bar],
+    num_rows: int,
+    *,
+    x_label: str,
+    y_label: str = "",
+    row_height: float = 14.0,
+    names: Sequence[str] = (),
+) -> str:
+    """Bars on rows of ``row_height`` pixels, less where there are many; ``names`` stand to the left of the rows."""
     if not bars:
         return "<p>nothing to draw</p>"
     row_height = max(2.0, min(row_height, 1400.0 / max(num_rows, 1)))
@@ -231,6 +239,9 @@ def gantt(bars: Sequence[Bar], num_rows: int, *, x_label: str, y_label: str, row
     low, high = min(b.start for b in bars), max(b.end for b in bars)
     to_x, ticks = _x_axis(low, high, False)
     body = [_frame(ticks, to_x, 0.0, None, x_label, y_label, False, height=height)]
+    for number, name in enumerate(names):
+        base = _TOP + (number + 0.6) * row_height
+        body.append(f'<text x="{_LEFT - 6}" y="{base:.1f}" text-anchor="end">{escape(name)}</text>')
     for bar in bars:
         left, right, top = to_x(bar.start), to_x(bar.end), _TOP + bar.row * row_height
         body.append(
@@ -261,6 +272,14 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds else "0"
 
 
+def _clock(seconds: float) -> str:
+    """A time on an axis, in the largest unit that it is whole or half of: ``80 s`` rather than ``1.33 min``."""
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= size and (2 * seconds / size) % 1 < 1e-9:
+            return f"{seconds / size:g} {unit}"
+    return f"{seconds:g} s" if 1 <= seconds < 3600 else duration(seconds)
+
+
 def _svg(body: Sequence[str], height: int) -> str:
     # Scrolled rather than shrunk on a narrow screen: the labels have to stay legible.
     return f'<div class="scroll"><svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(body)}</svg></div>'
@@ -270,8 +289,9 @@ def _x_axis(low: float, high: float, log: bool, *, times: bool = True) -> tuple[
     span = WIDTH - _LEFT - _RIGHT
     if log:
         first, last = math.log10(low), math.log10(max(high, low * 1.001))
-        ticks = [t for t in _ROUND_TIMES if low <= t <= high] or [low]
-        ticks = ticks[:: -(-len(ticks) // 8)]
+        ticks = [t for t in _ROUND_TIMES if low <= t <= high]
+        # Few decades are told by evenly spaced times as well.
+        ticks = ticks[:: -(-len(ticks) // 8)] if len(ticks) > 2 else _time_ticks(low, high)
         return lambda x: _LEFT + span * (math.log10(max(x, low)) - first) / max(last - first, 1e-9), ticks
     width = max(high - low, 1e-9)
     return lambda x: _LEFT + span * (x - low) / width, (_time_ticks if times else _ticks)(low, high)
@@ -306,7 +326,7 @@ def _frame(
     bottom = height - _BOTTOM
     parts = [f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{WIDTH - _RIGHT}" y2="{bottom}"/>']
     if x_text is None:
-        x_text = duration if log_x or "time" in x_label else _number
+        x_text = _clock if log_x or "time" in x_label else _number
     for tick in ticks:
         text = x_text(tick)
         parts.append(f'<line class="grid" x1="{to_x(tick):.1f}" y1="{_TOP}" x2="{to_x(tick):.1f}" y2="{bottom}"/>')
@@ -319,10 +339,11 @@ def _frame(
     middle = (_LEFT + WIDTH - _RIGHT) / 2
     parts.append(f'<text x="{middle:.0f}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>')
     centre = (_TOP + bottom) / 2
-    parts.append(
-        f'<text x="14" y="{centre:.0f}" text-anchor="middle" transform="rotate(-90 14 {centre:.0f})">'
-        f"{escape(y_label)}</text>"
-    )
+    if y_label:
+        parts.append(
+            f'<text x="14" y="{centre:.0f}" text-anchor="middle" transform="rotate(-90 14 {centre:.0f})">'
+            f"{escape(y_label)}</text>"
+        )
     return "".join(parts)
 
 

@@ -129,6 +129,8 @@ def test_time_axes_have_round_ticks() -> None:
     assert [svg.duration(t) for t in svg._time_ticks(100.0, 8000.0)] == ["30 min", "1 h", "1.5 h", "2 h"]
     assert len(svg._time_ticks(0.0, 4e8)) <= 8
     assert svg._time_ticks(5.0, 5.0) == [5.0]
+    written = [svg._clock(t) for t in (0.0, 0.002, 1.5, 60.0, 80.0, 90.0, 4800.0, 5400.0, 86400.0)]
+    assert written == ["0", "2 ms", "1.5 s", "1 min", "80 s", "1.5 min", "80 min", "1.5 h", "1 d"]
 
 
 def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:

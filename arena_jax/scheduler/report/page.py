@@ -94,7 +94,7 @@ def render(results: Mapping[str, Sequence[Result]], *, title: str, bound_s: floa
         ),
         "<h2>Devices held, by type</h2>",
         *(folded(name, _allocation(run, began), i == 0) for i, (name, run) in enumerate(first.items())),
-        "<h2>Jobs</h2><p>One line a job: colour is the type, paler is fewer devices, dark edges are restarts.</p>",
+        "<h2>Jobs</h2><p>One line a job, by arrival; colour: type, paler: fewer devices, dark edges: restarts.</p>",
         *(folded(name, _jobs(run, began), i == 0) for i, (name, run) in enumerate(first.items())),
     ]
     return document(title, parts)
@@ -191,7 +191,7 @@ def _jobs(run: Result, began: float) -> str:
             bars.append(
                 svg.Bar(row=s.job, start=s.start_s - began, end=end, color="#000000aa", label=f"{name}: {s.cause}")
             )
-    chart = svg.gantt(bars, len(run.workload.jobs), x_label="time since the first arrival", y_label="jobs by arrival")
+    chart = svg.gantt(bars, len(run.workload.jobs), x_label="time since the first arrival", y_label="jobs")
     return chart + svg.legend({name: colors[name] for name in columns.types})
 
 
