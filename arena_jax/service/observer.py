@@ -144,8 +144,9 @@ class Observer:
         elif was is Phase.STOPPING and not (job.killed and job.reason.startswith("killed")):
             job.phase, job.reason = Phase.QUEUED, ""
             job.paused = job.paused or job.desired is None
-            if job.desired is None:
-                events.append((now, job.id, "pause", {"from": job.ran_on, "step": job.step}))
+            # Where it goes it may have to wait for devices: what it has left is told by an event of its own.
+            kind = "pause" if job.desired is None else "left"
+            events.append((now, job.id, kind, {"from": job.ran_on, "step": job.step}))
         elif job.spec.rigid:
             what = "was lost" if code is None else f"ended with exit code {code}"
             self.end(job, Phase.FAILED, f"its command {what}", now, events)

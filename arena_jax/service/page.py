@@ -22,7 +22,7 @@ REFRESH_S = 5
 _MOST_ENDED, _MOST_CURVES, _MOST_DECISIONS = 40, 12, 25
 # Events that put a job on an allocation, and that take it off.
 ON = frozenset({"start", "resume", "grow", "shrink", "move", "migrate"})
-OFF = frozenset({"pause", "finish", "fail", "cancelled", "crash"})
+OFF = frozenset({"pause", "left", "finish", "fail", "cancelled", "crash"})
 
 
 def render(store: Store, options: "Options", now: float | None = None) -> str:
@@ -187,7 +187,7 @@ def _changes(events: Sequence[Mapping[str, Any]], now: float) -> str:
             f'<td class="left">{escape(str(event.get("how") or event.get("why") or ""))[:150]}</td>',
         ]
         for event in reversed(events)
-        if event["kind"] in ON | OFF | {"hang", "kill", "refused"}
+        if event["kind"] in (ON | OFF | {"hang", "kill", "refused"}) - {"left"}
     ][: 2 * _MOST_DECISIONS]
     return table(("when", "job", "what", "from", "to", "how"), rows) if rows else "<p>none yet</p>"
 

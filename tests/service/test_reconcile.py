@@ -3,7 +3,9 @@
 import pytest
 
 from arena_jax.errors import ArenaError
+from arena_jax.grid import Allocation
 from arena_jax.service.job import Phase, Submission
+from arena_jax.service.page import stretches
 from arena_jax.service.rules import Rules
 from tests.service.stub import CLUSTER, Bench, recipe, step_time_s
 
@@ -304,3 +306,18 @@ def test_a_job_about_to_end_is_not_paused_for_another(bench):
     assert bench.job(ending).phase is Phase.FINISHED
     assert bench.job(ending).run == 1
     assert bench.job(urgent).held is not None
+
+
+def test_the_page_shows_no_more_devices_held_than_there_are(bench):
+    jobs = [bench.submit(recipe(f"job{i}", steps=200 + 100 * i)) for i in range(4)]
+    bench.run(60)
+    bench.requests.answer({"do": "resize", "job": jobs[0].id, "grid": "slow:2"})
+    bench.run(300)
+    events = bench.store.events(last=5000)
+    assert "left" in {event["kind"] for event in events}
+    held = stretches(events, bench.clock())
+    for _, _, begin, _, _ in held:
+        now = [Allocation.parse(on, CLUSTER.catalogue) for _, on, start, end, _ in held if start <= begin < end]
+        for group in CLUSTER.groups:
+            used = sum(a.num_devices for a in now if a.device_type == group.device_type)
+            assert used <= group.num_nodes * group.devices_per_node
