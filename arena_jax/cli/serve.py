@@ -170,7 +170,7 @@ def nominal_label(cluster: "Cluster") -> str:
     paced = [name for name in cluster.types if cluster.catalogue[name].threads is not None]
     if not paced:
         return ""
-    return f"Virtual CPU devices: steps on {', '.join(paced)} are paced to the types' nominal speeds."
+    return f"Virtual CPU devices: steps on {', '.join(paced)} are paced to nominal speeds."
 
 
 def _end(stop: object, frame: FrameType | None) -> None:

@@ -1,8 +1,11 @@
 """A ``fit`` call on its way to the service: what is carried, and what is never unpickled."""
 
 import os
+import runpy
 import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import arena_jax
@@ -10,6 +13,8 @@ from arena_jax.closure import read_closure
 from arena_jax.errors import UsageError
 from arena_jax.service.server import Server
 from tests.service.stub import Bench
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Data:
@@ -42,6 +47,15 @@ def test_the_call_is_carried_and_queued(bench, tmp_path):
     assert carried["loss_fn"](None, 2.0) == 6.0
     bench.run(5)
     assert bench.job(job).phase == "running"
+
+
+def test_the_example_that_the_readme_names(bench, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ARENA_JAX_SERVICE", str(tmp_path / "state"))
+    runpy.run_path(str(ROOT / "examples/own_model.py"), run_name="__main__")
+    job = bench.store.job(capsys.readouterr().out.strip())
+    assert (job.id, job.spec.kind) == ("own_model-1", "closure")
+    carried = read_closure(Path(job.spec.recipe))
+    assert carried["loss_fn"](lambda x: x, {"x": np.ones(3), "y": np.zeros(3)}) == 1.0
 
 
 def test_what_cannot_be_carried_is_said(bench, tmp_path):
