@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ JOBS = (
 REHEARSED = (("quick", 4), ("slow", 2), ("slow", 1))
 # What changes are thought to cost before any was measured.
 RESTART_S, RESIZE_S = 12.0, 3.0
+MOST_DEVICES = 4
 KINDS = ("start", "resume", "grow", "shrink", "move", "migrate", "pause", "finish", "fail")
 ENDED = ("finished", "failed", "cancelled")
 # Relative difference of final losses; float32 sums in another order, and BatchNorm amplifies it.
@@ -110,12 +111,17 @@ class Served:
     def ask(self, **request: Any) -> dict[str, Any]:
         return call(self.state, request, timeout_s=60)
 
-    def submit(self, recipe: str, steps: int, on: str) -> str:
+    def submit(
+        self, recipe: str, steps: int, *overrides: str, on: str = "", least: int = 1, most: int = MOST_DEVICES
+    ) -> str:
+        """Give it a training of a family; ``overrides`` come after the family's own. Returns the job's id."""
         from arena_jax.recipe import load_recipe
         from arena_jax.service.job import Submission
 
-        loaded = load_recipe(recipe, [*OVERRIDES[recipe], f"steps={steps}"])
-        spec = Submission(kind="recipe", name=recipe, recipe=loaded.to_yaml(), steps=steps, on=on, max_devices=4)
+        loaded = load_recipe(recipe, [*OVERRIDES[recipe], *overrides, f"steps={steps}"])
+        spec = Submission(
+            kind="recipe", name=recipe, recipe=loaded.to_yaml(), steps=steps, on=on, min_devices=least, max_devices=most
+        )
         return str(self.ask(do="submit", job=spec.to_json())["job"]["id"])
 
     def jobs(self) -> list[dict[str, Any]]:
@@ -139,7 +145,7 @@ def rehearse(state: Path, cluster: Path) -> None:
     first would compile for the other.
     """
     served = Served(state, cluster, "fcfs")
-    ids = [served.submit(recipe, 1, f"{kind}:{n}") for recipe in OVERRIDES for kind, n in REHEARSED]
+    ids = [served.submit(recipe, 1, on=f"{kind}:{n}") for recipe in OVERRIDES for kind, n in REHEARSED]
     while any(job["state"] not in ENDED for job in served.jobs()):
         time.sleep(0.5)
     bad = [job for job in served.jobs() if job["id"] in ids and job["state"] != "finished"]
@@ -148,22 +154,24 @@ def rehearse(state: Path, cluster: Path) -> None:
         raise SystemExit(f"{bad[0]['id']}: {bad[0]['reason']}")
 
 
-def plan_ahead(state: Path, cluster: Path) -> None:
-    """Have the service know every family's plans, with all nodes drained, so that arrival times mean something."""
-    served = Served(state, cluster, "arena")
-    for node in ("quick/0", "slow/0"):
+def plan_ahead(served: Served, nodes: Sequence[str], submit: Callable[[], Sequence[str]]) -> None:
+    """Have the service know the plans of jobs, with all nodes drained, so that arrival times mean something.
+
+    Args:
+        submit: submits the jobs and returns their ids; they are not run.
+    """
+    for node in nodes:
         served.ask(do="drain", node=node)
-    ids = [served.submit(recipe, 1, "") for recipe in OVERRIDES]
+    ids = submit()
     while any(job["state"] == "planning" for job in served.jobs()):
         time.sleep(0.5)
     for name in ids:
         served.ask(do="cancel", job=name)
-    for node in ("quick/0", "slow/0"):
+    for node in nodes:
         served.ask(do="undrain", node=node)
-    bad = [job for job in served.jobs() if job["state"] == "failed"]
-    served.close()
-    if bad:
-        raise SystemExit(f"{bad[0]['id']}: {bad[0]['reason']}")
+    for job in served.jobs():
+        if job["state"] == "failed":
+            raise SystemExit(f"{job['id']}: {job['reason']}")
 
 
 def play(state: Path, cluster: Path, policy: str) -> dict[str, Any]:
@@ -175,7 +183,7 @@ def play(state: Path, cluster: Path, policy: str) -> dict[str, Any]:
     ids = []
     for recipe, steps, arrival_s, on in JOBS:
         time.sleep(max(0.0, began + arrival_s - time.monotonic()))
-        ids.append(served.submit(recipe, steps, on))
+        ids.append(served.submit(recipe, steps, on=on))
     while True:
         jobs = [job for job in served.jobs() if job["id"] in ids]
         line = ", ".join(f"{job['id']} {job['allocation'] or job['state']} {job['step']}" for job in jobs)
@@ -237,7 +245,7 @@ def predict(played: Mapping[str, Any], state: Path, cluster: Path, costs: Restar
         asked = Allocation.parse(on, None)
         specs.append(
             JobSpec(
-                id=row["id"], arrival_s=max(0.0, arrival_s), num_steps=steps, model=key, max_devices=4,
+                id=row["id"], arrival_s=max(0.0, arrival_s), num_steps=steps, model=key, max_devices=MOST_DEVICES,
                 device_type=asked.device_type, num_devices=asked.num_devices,
             )
         )  # fmt: skip
@@ -269,7 +277,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "virtual CPU devices, paced to nominal speeds; planning and compiling the four families first", file=sys.stderr
     )
     rehearse(folder / "rehearsal", cluster)
-    plan_ahead(folder / "arena", cluster)
+    served = Served(folder / "arena", cluster, "arena")
+    try:
+        plan_ahead(served, ("quick/0", "slow/0"), lambda: [served.submit(recipe, 1) for recipe in OVERRIDES])
+    finally:
+        served.close()
     planned_s = time.monotonic() - began
     (folder / "fcfs").mkdir(mode=0o700)
     with (
