@@ -104,6 +104,7 @@ def train(task: Mapping[str, Any]) -> int:
     from arena_jax.cli.train import start_jax
     from arena_jax.cli.train import train as run_training
     from arena_jax.recipe import load_recipe
+    from arena_jax.runtime.rundir import has_finished
     from arena_jax.runtime.signals import StopSignals
 
     pace = Pace({int(number): float(seconds) for number, seconds in task["pace_s"].items()})
@@ -114,6 +115,10 @@ def train(task: Mapping[str, Any]) -> int:
             start_jax(task["most_devices"])
             return run_closure(task, signals, pace)
         recipe = load_recipe(task["recipe"])
+        if has_finished(Path(task["folder"]), recipe.steps):
+            # Its process was lost between the last checkpoint and its exit; training anew is what `auto` would do.
+            print(f"all {recipe.steps} steps are made already")
+            return 0
         together = "ARENA_JAX_PROCESS_ID" in os.environ
         overrides = [
             f"plan.grid={task['grid']}",

@@ -110,6 +110,12 @@ def find_run(root: Path, *, name: str, resume: Resume, num_steps: int) -> RunDir
     return open_run(new_path(root), name=name, resume="never")
 
 
+def has_finished(root: Path, num_steps: int) -> bool:
+    """Whether the newest run under ``root`` that holds a complete checkpoint has made all ``num_steps`` steps."""
+    steps = (complete_steps(path / "checkpoints") for path in _runs(root))
+    return next((found[-1] >= num_steps for found in steps if found), False)
+
+
 def new_path(root: Path) -> Path:
     """A path for another run; names sort by time."""
     return root / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}-{secrets.token_hex(2)}"

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from arena_jax import worker
+from arena_jax.recipe import load_recipe
 from arena_jax.worker import Pace, experiment_of
 
 
@@ -60,7 +61,6 @@ def test_the_pace_hears_each_event_once(monkeypatch, tmp_path):
     from arena_jax.cli.train import train_job
     from arena_jax.grid import GridShape
     from arena_jax.job import build
-    from arena_jax.recipe import load_recipe
     from arena_jax.runtime.signals import StopSignals
 
     heard = []
@@ -77,3 +77,22 @@ def test_the_pace_hears_each_event_once(monkeypatch, tmp_path):
     with pytest.raises(InterruptedError):
         train_job(job, planner, GridShape.parse("cpu:1/s1"), None, run, 1, StopSignals(), None, None, callbacks=(pace,))
     assert heard.count(pace) == 1
+
+
+def test_a_training_that_made_all_its_steps_is_not_made_again(monkeypatch, tmp_path, capsys):
+    def run(recipe, *rest, **more):
+        raise InterruptedError
+
+    monkeypatch.setattr(importlib.import_module("arena_jax.cli.train"), "train", run)
+    monkeypatch.setattr(importlib.import_module("arena_jax.cli.train"), "start_jax", lambda number: None)
+    (tmp_path / "recipe.yaml").write_text(load_recipe("gpt_tiny", ["steps=40"]).to_yaml())
+    task = {"kind": "recipe", "recipe": str(tmp_path / "recipe.yaml"), "folder": str(tmp_path / "train")}
+    task |= {"grid": "cpu:2/s1", "most_devices": 2, "pace_s": {}, "queue": "default"}
+    checkpoints = tmp_path / "train/20260101-000000/checkpoints"
+    (checkpoints / "35").mkdir(parents=True)
+    (checkpoints.parent / "run.json").write_text("{}")
+    with pytest.raises(InterruptedError):  # it goes on
+        worker.train(task)
+    (checkpoints / "40").mkdir()
+    assert worker.train(task) == 0
+    assert capsys.readouterr().out == "all 40 steps are made already\n"
