@@ -145,7 +145,9 @@ def run_closure(task: Mapping[str, Any], signals: "StopSignals", pace: "Callback
         )
     finally:
         hook.close()
-    print(f"{result.stop_reason} after step {result.step}", flush=True)
+    made = result.history
+    losses = f", loss {made[0].loss:.4g} -> {made[-1].loss:.4g}" if made else ""
+    print(f"{result.stop_reason} after step {result.step}{losses}; kept in {folder}", flush=True)
     codes = {"interrupted": EXIT_INTERRUPTED, "terminated": EXIT_RESUMABLE, "stopped": EXIT_RESUMABLE}
     return codes.get(result.stop_reason, 0)
 
