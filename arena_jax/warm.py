@@ -126,6 +126,18 @@ class WarmProcess:
         }
 
 
+def warm_process(devices: Sequence[Any], given: tuple[str, Sequence[str]] | None) -> WarmProcess | None:
+    """A process that compiles ahead; on accelerators, which it could not open, and without a recipe none.
+
+    Args:
+        devices: those of the training.
+        given: name and overrides of the recipe.
+    """
+    if given is None or devices[0].platform != "cpu":
+        return None
+    return WarmProcess(*given, len(devices))
+
+
 def _start(task: dict[str, Any], stdout: Any) -> "subprocess.Popen[bytes]":
     environment = {k: v for k, v in (os.environ | task["environment"]).items() if v is not None}
     environment.pop(ENV_NOTE, None)  # a note to this process
@@ -174,10 +186,11 @@ def main(task: dict[str, Any]) -> None:
 
 def _fill(task: dict[str, Any]) -> "Candidate":
     """Plan and compile; the plan and what is known of it."""
-    from arena_jax.cli.train import make_planner, start_jax
     from arena_jax.job import build
     from arena_jax.planner import choose
     from arena_jax.recipe import load_recipe
+    from arena_jax.recipe_run import make_planner
+    from arena_jax.start import start_jax
 
     start_jax(task["num_devices"])
     planner = make_planner(build(load_recipe(task["recipe"], task["overrides"])))

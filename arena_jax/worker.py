@@ -50,18 +50,18 @@ class Pace:
 
 def plan(task: Mapping[str, Any]) -> None:
     """Plan the job on every allocation, one device type after another, and write what was found."""
-    from arena_jax.cli.plan import start_jax
     from arena_jax.compiler.stored import StoredSearch
     from arena_jax.job import build
     from arena_jax.planner import constraints_of, plan_store
     from arena_jax.recipe import load_recipe
     from arena_jax.scheduler import Cluster
+    from arena_jax.start import start_jax_to_plan
     from arena_jax.warm import end_with_parent
 
     end_with_parent(task["parent"])
     cluster = Cluster.from_tables(task["cluster"])
     allocations = [Allocation.parse(text, cluster.catalogue) for text in task["allocations"]]
-    start_jax()
+    start_jax_to_plan()
     if task["kind"] == "closure":
         from arena_jax.closure import problem_of
 
@@ -101,11 +101,11 @@ def plan(task: Mapping[str, Any]) -> None:
 
 def train(task: Mapping[str, Any]) -> int:
     """Train the job until it ends or is stopped; returns the exit code of ``arena-jax train``."""
-    from arena_jax.cli.train import start_jax
     from arena_jax.cli.train import train as run_training
     from arena_jax.recipe import load_recipe
     from arena_jax.runtime.rundir import has_finished
     from arena_jax.runtime.signals import StopSignals
+    from arena_jax.start import start_jax
 
     pace = Pace({int(number): float(seconds) for number, seconds in task["pace_s"].items()})
     with StopSignals() as signals:

@@ -30,7 +30,7 @@ def one(recipe: str) -> dict[str, Any]:
     """Median step, processor time and page faults a step by number of microbatches; for a process of its own."""
     os.environ |= {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
     warnings.simplefilter("ignore")
-    from arena_jax.cli.train import start_jax
+    from arena_jax.start import start_jax
 
     start_jax(2)
     import jax

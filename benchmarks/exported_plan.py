@@ -22,12 +22,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 from flax import nnx
 
-from arena_jax.cli.train import start_jax
 from arena_jax.compiler import Constraints, analyse, plan_problem
 from arena_jax.grid import Allocation, GridShape, Plan
 from arena_jax.job import Job, build
 from arena_jax.recipe import load_recipe
 from arena_jax.runtime import compile_program
+from arena_jax.start import start_jax
 from benchmarks._pairs import interleave
 from benchmarks._report import table, write
 from benchmarks.plan_quality import RECIPES

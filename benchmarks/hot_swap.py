@@ -110,15 +110,16 @@ def measure(name: str, limit_s: float) -> dict[str, Any]:
     began_s = time.monotonic()
     import jax
 
-    from arena_jax.cli.train import make_planner, start_jax
     from arena_jax.grid import GridShape
     from arena_jax.job import build
     from arena_jax.planner import choose
     from arena_jax.recipe import load_recipe
+    from arena_jax.recipe_run import make_planner
     from arena_jax.runtime.contract import LoopOptions
     from arena_jax.runtime.feed import Feed
     from arena_jax.runtime.journal import Journal
     from arena_jax.runtime.trainer import Trainer
+    from arena_jax.start import start_jax
     from arena_jax.warm import WarmProcess
 
     task = TASKS[name]
@@ -206,11 +207,11 @@ def resize(allocation: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Seconds of planning and compiling gpt_tiny for an allocation, pruned by the grid and not; nothing cached."""
     import jax
 
-    from arena_jax.cli.train import start_jax
     from arena_jax.grid import Allocation
     from arena_jax.job import build
     from arena_jax.planner import Planner, candidate_of, choose
     from arena_jax.recipe import load_recipe
+    from arena_jax.start import start_jax
 
     start_jax(NUM_DEVICES)
     jax.config.update("jax_enable_compilation_cache", False)

@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from arena_jax.cli.train import start_jax
 from arena_jax.compiler import analyse
 from arena_jax.compiler.cost import hardware_of
 from arena_jax.compiler.inter_op.grid_search import estimate_plan
 from arena_jax.grid import Allocation, Plan
 from arena_jax.home import home
+from arena_jax.start import start_jax
 from benchmarks._plan_space import RECIPES, Candidate, candidates, measure, name_of, problem_of
 from benchmarks._report import table, write
 

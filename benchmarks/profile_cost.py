@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from arena_jax.cli.train import start_jax
 from arena_jax.compiler import analyse
 from arena_jax.compiler.cost import hardware_of
 from arena_jax.compiler.profiling.pieces import pieces_of
 from arena_jax.compiler.profiling.profiler import REPEATS, profile
 from arena_jax.grid import Allocation, ProfileStore
+from arena_jax.start import start_jax
 from benchmarks._plan_space import RECIPES, candidates, problem_of
 from benchmarks._report import table, write
 from benchmarks.profile_accuracy import steps_path

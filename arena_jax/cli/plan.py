@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +14,7 @@ from arena_jax.cli.plan_ls import command as ls_command
 from arena_jax.errors import EXIT_INFEASIBLE, EXIT_INTERRUPTED, InfeasibleError, UsageError, counted, nearest
 from arena_jax.grid import CATALOGUE, Allocation, Catalogue, GridShape, IndexRow, PlanIndex, SearchInterrupted
 from arena_jax.page.document import check_writable, write_file
+from arena_jax.start import start_jax_to_plan
 
 if TYPE_CHECKING:
     from arena_jax.cli.plan_explain import Named
@@ -109,7 +109,7 @@ def command(
     for path, what in ((page, "report"), (trace, "trace")):
         if path is not None:
             check_writable(path, what=what)
-    start_jax()
+    start_jax_to_plan()
     from arena_jax.cli.plan_report import engine_lines, report_of, table_lines
     from arena_jax.job import build
 
@@ -189,15 +189,6 @@ def _catalogue_of(cluster: Path) -> Catalogue:
     from arena_jax.scheduler.cluster import Cluster
 
     return Cluster.catalogue_of(cluster)
-
-
-def start_jax() -> None:
-    """Plan on the CPU whatever there is: planning needs no accelerator and should not take its memory."""
-    import jax
-
-    if not os.environ.get("JAX_PLATFORMS"):
-        with suppress(RuntimeError):  # jax is running already
-            jax.config.update("jax_platforms", "cpu")
 
 
 def save_plans(folder: Path, name: str, index: PlanIndex) -> None:

@@ -59,10 +59,10 @@ def run(recipe: str, overrides: tuple[str, ...], specs: tuple[str, ...], budget:
         keep_freed_memory()  # as a run does
         node_rates()  # of the whole node, before this process is kept on some of its cores
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(max(num_devices, loaded.cpu_devices)))
-    from arena_jax.cli.plan import start_jax
+    from arena_jax.start import start_jax_to_plan
 
     if on_cpu:
-        start_jax()
+        start_jax_to_plan()
     from arena_jax.compiler.analysis import analyse
     from arena_jax.compiler.cost import hardware_of
     from arena_jax.compiler.profiling.pieces import pieces_of

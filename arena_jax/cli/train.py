@@ -1,19 +1,19 @@
 """``arena-jax train``: the main job."""
 
-import os
-import signal
-import statistics
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from arena_jax.cli import console
-from arena_jax.errors import EXIT_INTERRUPTED, EXIT_RELAUNCH, EXIT_RESUMABLE, UsageError
-from arena_jax.grid import Allocation, GridShape, Plan, SchedulerHook, parse_target
+from arena_jax.cli.stopping import leave, noted
+from arena_jax.cli.train_report import exit_code, report_of, say_end, say_where, show_plan
+from arena_jax.errors import EXIT_RELAUNCH
+from arena_jax.grid import Allocation, GridShape, Plan, SchedulerHook
+from arena_jax.recipe_run import make_hook, make_planner, run_directory, run_of, target_of, tracker_of
+from arena_jax.start import cpu_devices_needed, start_jax, take_type
 
 if TYPE_CHECKING:
     from arena_jax.job import Job
@@ -24,17 +24,8 @@ if TYPE_CHECKING:
     from arena_jax.runtime.journal import Callback
     from arena_jax.runtime.rundir import Resume, RunDirectory
     from arena_jax.runtime.signals import StopSignals
-    from arena_jax.tracking import MLflowTracker
-    from arena_jax.training import Supervised, Trained
+    from arena_jax.training import Supervised
     from arena_jax.warm import WarmProcess
-
-_EXIT_CODES = {
-    "interrupted": EXIT_INTERRUPTED,
-    "terminated": EXIT_RESUMABLE,
-    "stopped": EXIT_RESUMABLE,
-    "paused": EXIT_RESUMABLE,
-    "relaunch": EXIT_RELAUNCH,
-}
 
 
 @click.command(short_help="Train a recipe under a plan the compiler chose.")
@@ -131,71 +122,6 @@ def command(
     ctx.exit(code)
 
 
-def take_type(recipe: "Recipe", plan: Plan | None) -> None:
-    """Let this process stand for the virtual CPU type that the run begins on, unless the environment says one."""
-    from arena_jax.device_type import ENV_TYPE
-    from arena_jax.grid import CATALOGUE
-
-    target = plan.grid if plan is not None else recipe.plan.grid and parse_target(recipe.plan.grid)
-    if not target or os.environ.get(ENV_TYPE):
-        return
-    row = CATALOGUE[_type_of(target)]
-    if row.platform == "cpu" and row.name != "cpu":
-        os.environ[ENV_TYPE] = row.name
-
-
-def cpu_devices_needed(recipe: "Recipe", devices: int | None, plan: Plan | None) -> int:
-    """How many virtual devices a CPU must be split into: as many as anything in the run will ask for.
-
-    A type whose devices have cores of their own gets no more than it starts with: growing takes another process.
-    """
-    from arena_jax.device_type import cpu_type
-
-    if cpu_type().threads is not None:
-        if plan is not None:
-            return plan.grid.num_devices
-        return devices or (1 if recipe.plan.grid is None else parse_target(recipe.plan.grid).num_devices)
-    wanted = [devices or recipe.cpu_devices]
-    if recipe.hook.file or recipe.hook.socket not in ("auto", "off"):  # so that the run can grow
-        wanted.append(recipe.cpu_devices)
-    if plan is not None:
-        wanted.append(plan.grid.num_devices)
-    if recipe.plan.grid is not None:
-        wanted.append(parse_target(recipe.plan.grid).num_devices)
-    if recipe.hook.script:
-        from arena_jax.runtime.hooks import read_script
-
-        targets = [request.target for _, request in read_script(recipe.hook.script)]
-        wanted += [t.num_devices for t in targets if isinstance(t, GridShape | Allocation) and _type_of(t) == "cpu"]
-    return max(wanted)
-
-
-def start_jax(num_cpu_devices: int) -> None:
-    """Set what has to be set before jax first looks for devices.
-
-    A device count that the environment gives stays. Harmless where there is an accelerator.
-    """
-    import jax
-
-    from arena_jax import home
-    from arena_jax.cpu_memory import keep_freed_memory
-    from arena_jax.device_type import cpu_type, take_cores
-
-    keep_freed_memory()
-    take_cores(num_cpu_devices)
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        # Refused where jax is running already, as in a notebook; then there are as many as there are.
-        with suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", num_cpu_devices)
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        device_type = cpu_type()
-        own = "" if device_type.threads is None else device_type.name
-        jax.config.update("jax_compilation_cache_dir", str(home.compile_cache(own)))
-        # By default jax stores only what took long to compile; a pipeline is many small programs.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
 def train(
     recipe: "Recipe",
     signals: "StopSignals",
@@ -221,6 +147,7 @@ def train(
     """
     from arena_jax.job import build
     from arena_jax.relaunch import is_supervised
+    from arena_jax.warm import warm_process
 
     job = build(recipe)
     signals.check("building the model")
@@ -229,20 +156,20 @@ def train(
     if note is not None:
         plan = None
     here = note.here.plan if note is not None else plan
-    target = here.grid if here is not None else _target(recipe, planner, devices)
+    target = here.grid if here is not None else target_of(recipe, planner, devices)
     planner.check_fits(target.allocation)
     if dry_run:
-        return 0, _dry_run(job, planner, target, plan, as_json=as_json)
+        return 0, show_plan(job, planner, target, plan, as_json=as_json)
     # `steps=N` is another recipe, whose schedule ends earlier; `--steps N` is the beginning of this one.
     num_steps = job.steps if steps is None else steps
-    run = run_directory(recipe, resume, num_steps) if note is None else _run_of(note, recipe)
+    run = run_directory(recipe, resume, num_steps) if note is None else run_of(note, recipe)
     if note is None and resume == "auto":
         from arena_jax.relaunch import rescue
 
         run.resume_step = rescue(run.path, run.checkpoints, run.resume_step) or run.resume_step
     try:
-        with make_hook(recipe, run, note) as hook:
-            warm = warm_process(planner, given)
+        with make_hook(recipe, run, note, say=console.note) as hook:
+            warm = warm_process(planner.devices, given)
             code, report = train_job(
                 job,
                 planner,
@@ -299,7 +226,7 @@ def train_job(
 
     recipe = job.recipe
     leads = supervised is None or supervised.leads
-    tracker = _tracker(recipe) if leads else None
+    tracker = tracker_of(recipe) if leads else None
     evals: list[dict[str, Any]] = []
     elsewhere: Elsewhere | None = None if supervised is None else supervised.elsewhere
     watchers: list[Callback] = [*callbacks]
@@ -308,7 +235,7 @@ def train_job(
             run.path,
             warm,
             num_devices=len(planner.devices),
-            device_type=_type_of(target),
+            device_type=target.allocation.device_type,
             before=note,
             first_step=run.resume_step or 0,
         )
@@ -353,153 +280,14 @@ def train_job(
                 supervised=supervised,
             )
         )
-    if trained.outcome.stop_reason == "relaunch":
-        return EXIT_RELAUNCH, _report(job, trained, run, note)
-    report = _report(job, trained, run, note)
+    reason, report = trained.outcome.stop_reason, report_of(job, trained, run, note)
+    if reason == "relaunch":
+        return EXIT_RELAUNCH, report
     if evals:
         report["eval"] = evals[-1]["metrics"]
     if supervised is None:
         say_end(report, tracker)
-    return _EXIT_CODES.get(trained.outcome.stop_reason, 0), report
-
-
-def say_where(run: "RunDirectory") -> None:
-    console.note(f"run {run.path}" + (f", resuming at step {run.resume_step}" if run.resume_step is not None else ""))
-
-
-def _dry_run(
-    job: "Job", planner: "Planner", target: GridShape | Allocation, plan: Plan | None, *, as_json: bool
-) -> dict[str, Any]:
-    from arena_jax.cli.progress import plan_summary, render_candidates
-    from arena_jax.planner import candidate_rows, choose
-
-    rows: list[dict[str, Any]] = []
-    estimate = None
-    if plan is None:
-        index = planner.search(target)
-        row = index.row(target) if isinstance(target, GridShape) else index.best(target)
-        rows = candidate_rows(index, None if row is None else row.plan)
-        render_candidates(rows)
-        candidate = choose(index, target)
-        estimate = row.estimate if row is not None else None
-    else:
-        candidate = planner.given(plan)
-    if sys.stdout.isatty() and not as_json:
-        for line in plan_summary(candidate.plan, estimate):
-            console.data(line)
-    else:
-        console.data(candidate.plan.dumps().rstrip())
-    return {
-        "steps": 0,
-        "losses": [],
-        "estimated_step_time_s": candidate.estimated_step_time_s,
-        "plan_id": candidate.plan.plan_id,
-        "grid": str(candidate.plan.grid),
-        "plan": candidate.plan.to_json(),
-        "candidates": rows,
-        "stop_reason": "dry_run",
-    }
-
-
-def _report(job: "Job", trained: "Trained", run: "RunDirectory", note: "Note | None") -> dict[str, Any]:
-    """The object of ``--json``; ``losses`` has one entry per step of this invocation, in whatever processes."""
-    outcome = trained.outcome
-    plan = outcome.program.plan
-    before = () if note is None else note.history
-    times = [record.step_time_s for record in outcome.history]
-    step_time_s = statistics.median(times) if times else None
-    return {
-        "steps": outcome.step,
-        "first_step": trained.first_step if note is None else note.first_step,
-        "losses": [*(loss for loss, _ in before), *(record.loss for record in outcome.history)],
-        "step_time_s": step_time_s,
-        "tokens_or_samples_per_s": job.items_per_batch[0] / step_time_s if step_time_s else None,
-        "estimated_step_time_s": outcome.estimated_step_time_s,
-        "plan_id": plan.plan_id,
-        "grid": str(plan.grid),
-        "swaps": [*(() if note is None else note.swaps), *(swap.to_json() for swap in outcome.swaps)],
-        "run_id": trained.run_id,
-        "run_dir": str(run.path),
-        "checkpoint_dir": str(run.checkpoints),
-        "stop_reason": outcome.stop_reason,
-    }
-
-
-def say_end(report: Mapping[str, Any], tracker: "MLflowTracker | None") -> None:
-    """How it ended and where to look, on stderr."""
-    losses = report["losses"]
-    loss = f", loss {losses[0]:.4g} -> {losses[-1]:.4g}" if losses else ""
-    console.note(f"{report['stop_reason']} after step {report['steps']}{loss}; kept in {report['run_dir']}")
-    if report["stop_reason"] in _EXIT_CODES and Path(report["checkpoint_dir"]).is_dir():
-        console.note("the same command goes on from here")
-    if tracker is not None:
-        console.note(f"to look at the curves: {tracker.how_to_open()}")
-
-
-def make_planner(job: "Job", devices: Sequence[Any] | None = None) -> "Planner":
-    """The planner of a job on all devices, or on those given, with the recipe's pins."""
-    from arena_jax.planner import Planner, constraints_of, plan_store
-
-    problem = job.problem()
-    recipe = job.recipe
-    return Planner(
-        problem,
-        devices=devices,
-        constraints=constraints_of(recipe.plan),
-        num_microbatches=recipe.plan.num_microbatches,
-        nonfinite=recipe.nonfinite,
-        store=plan_store(),
-        name=job.name,
-    )
-
-
-def _target(recipe: "Recipe", planner: "Planner", devices: int | None) -> GridShape | Allocation:
-    """The grid or allocation to run on: pinned, or as many devices as asked for, or all."""
-    from arena_jax.planner import allocation_of
-
-    if recipe.plan.grid is not None:
-        target = parse_target(recipe.plan.grid)
-        if devices is not None and target.num_devices != devices:
-            raise UsageError(
-                f"--devices {devices} against plan.grid={recipe.plan.grid}, which has {target.num_devices}",
-                hint="give one of the two",
-            )
-    else:
-        have = allocation_of(planner.devices)
-        wanted = devices or (recipe.cpu_devices if have.device_type == "cpu" else have.num_devices)
-        if wanted > have.num_devices:
-            raise UsageError(
-                f"{wanted} devices were asked for; there are {have.num_devices} ({have})",
-                hint=f"use --devices {have.num_devices}",
-            )
-        target = have if wanted == have.num_devices else Allocation(have.device_type, 1, wanted)
-    if recipe.plan.stages is None or isinstance(target, GridShape):
-        return target
-    return GridShape(target, recipe.plan.stages)
-
-
-def run_directory(recipe: "Recipe", resume: "Resume", num_steps: int) -> "RunDirectory":
-    from arena_jax.runtime.rundir import find_run
-
-    root = Path(recipe.checkpoint.dir or f"runs/{recipe.name}")
-    return find_run(root, name=recipe.name, resume=resume, num_steps=num_steps)
-
-
-def _tracker(recipe: "Recipe") -> "MLflowTracker | None":
-    if not recipe.tracking.enabled:
-        return None
-    from arena_jax.tracking import MLflowTracker
-
-    return MLflowTracker(recipe.tracking.uri, experiment=recipe.tracking.experiment)
-
-
-def _run_of(note: "Note", recipe: "Recipe") -> "RunDirectory":
-    """The directory of the run that goes on; what is resumed is the note's state, not a checkpoint."""
-    from arena_jax.runtime.rundir import open_run, take_over
-
-    run = take_over(Path(note.run)) or open_run(Path(note.run), name=recipe.name, resume="auto")
-    run.resume_step = None
-    return run
+    return exit_code(reason), report
 
 
 def _keep_to_cores(event: Mapping[str, Any]) -> None:
@@ -510,68 +298,8 @@ def _keep_to_cores(event: Mapping[str, Any]) -> None:
         take_cores(GridShape.parse(event["grid"]).num_devices)
 
 
-def _type_of(target: GridShape | Allocation) -> str:
-    return target.allocation.device_type
-
-
-@contextmanager
-def make_hook(recipe: "Recipe", run: "RunDirectory", note: "Note | None" = None) -> "Iterator[SchedulerHook | None]":
-    """What may change the run's allocation."""
-    from arena_jax.control import ControlSocket
-    from arena_jax.runtime.hooks import FileHook, ScriptedHook
-
-    section = recipe.hook
-    hook: ControlSocket | FileHook
-    if section.script:
-        yield ScriptedHook(section.script, wait=section.script_waits)
-        return
-    if section.file:
-        hook = FileHook(section.file)
-    elif section.socket == "off":
-        yield None
-        return
-    else:
-        try:
-            path = None if section.socket == "auto" else section.socket
-            hook = ControlSocket(run.path, path, pending=None if note is None else note.request())
-        except UsageError as error:
-            if section.socket != "auto":
-                raise
-            console.note(f"this run cannot be resized: {error.message}")
-            yield None
-            return
-    try:
-        yield hook
-    finally:
-        hook.close()
-
-
-def warm_process(planner: "Planner", given: tuple[str, Sequence[str]] | None) -> "WarmProcess | None":
-    """A process that compiles ahead; on accelerators, which it could not open, and without a recipe none."""
-    from arena_jax.warm import WarmProcess
-
-    if given is None or planner.devices[0].platform != "cpu":
-        return None
-    return WarmProcess(*given, len(planner.devices))
-
-
 def _resume(text: str) -> "Resume":
     return int(text) if text.isdecimal() else text
-
-
-def noted(number: signal.Signals) -> None:
-    """Written past Python's buffers, for a handler may interrupt a write."""
-    os.write(2, f"\n{number.name}: stopping after this step or phase; a second one leaves at once\n".encode())
-
-
-def leave(number: int) -> None:
-    """A second signal: without waiting for threads or exit handlers. What is being saved stays unfinished.
-
-    Events are in the log as soon as they are emitted, so there is nothing to flush.
-    """
-    if sys.stderr.isatty():
-        os.write(2, b"\x1b[?25h")  # the cursor that the progress hid
-    os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_RESUMABLE)
 
 
 class _Again:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from arena_jax.cli import console
-from arena_jax.cli.train import cpu_devices_needed, leave, make_hook, noted, run_directory, say_end, say_where
+from arena_jax.cli.stopping import leave, noted
+from arena_jax.cli.train_report import say_end, say_where
 from arena_jax.cli.worker import prepare
 from arena_jax.errors import EXIT_FAILED, ArenaError, UsageError, counted
 from arena_jax.events import FILE_NAME, read_from
@@ -20,9 +21,11 @@ from arena_jax.processes.group import Work, start_planning
 from arena_jax.processes.launch import Launch
 from arena_jax.processes.supervisor import Ended, Supervisor
 from arena_jax.recipe import Recipe
+from arena_jax.recipe_run import make_hook, run_directory
 from arena_jax.runtime.journal import Callback
 from arena_jax.runtime.rundir import Resume, RunDirectory
 from arena_jax.runtime.signals import StopSignals
+from arena_jax.start import cpu_devices_needed
 
 _WAIT_S = 900.0
 
@@ -123,7 +126,7 @@ def _supervise(
         num_devices=cpu_devices_needed(recipe, None, plan),
     )
     # A script is read by the leader, at its own steps; what comes from outside must find somebody at any time.
-    with nullcontext() if recipe.hook.script else make_hook(recipe, run) as hook:
+    with nullcontext() if recipe.hook.script else make_hook(recipe, run, say=console.note) as hook:
         supervisor = Supervisor(
             work,
             target=target,
@@ -224,7 +227,7 @@ def _train_launched(
             estimated_step_time_s=said.get("estimated_step_time_s"),
             engine=said.get("engine", ""),
         )
-        with make_hook(recipe, run) if leads else nullcontext() as hook:
+        with make_hook(recipe, run, say=console.note) if leads else nullcontext() as hook:
             code, report = part.train(run, signals, num_steps=steps, hook=hook, elsewhere=None, on_step=on_event)
         if leads:
             say_end(report, None)

@@ -64,12 +64,13 @@ def main(task: dict[str, Any]) -> None:
 
 
 def _plan(task: dict[str, Any], line: Line) -> None:
-    from arena_jax.cli.train import make_planner, start_jax
     from arena_jax.grid import parse_target
     from arena_jax.job import build
     from arena_jax.planner import candidate_of, candidate_rows, choose
     from arena_jax.processes.assign import assignable, check_assignable
     from arena_jax.recipe import load_recipe
+    from arena_jax.recipe_run import make_planner
+    from arena_jax.start import start_jax
 
     start_jax(task["num_devices"])
     planner = make_planner(build(load_recipe(task["recipe"], task["overrides"])))
@@ -155,8 +156,9 @@ class Part:
         on_step: Callable[[dict[str, Any]], None] | None = None,
     ) -> tuple[int, dict[str, Any]]:
         """Train to the end; the exit code and the report of ``train --json``."""
-        from arena_jax.cli.train import train_job, warm_process
+        from arena_jax.cli.train import train_job
         from arena_jax.training import Supervised
+        from arena_jax.warm import warm_process
 
         supervised = Supervised(
             compiled=self.compiled,
@@ -174,7 +176,7 @@ class Part:
             self.job.steps if num_steps is None else num_steps,
             signals,
             hook,
-            warm_process(self.planner, given if self.peers is None else None),
+            warm_process(self.planner.devices, given if self.peers is None else None),
             supervised=supervised,
             callbacks=() if on_step is None else (on_step,),
         )
@@ -197,11 +199,12 @@ def prepare(
         num_devices: CPU devices of this process.
         board: connected; ``None`` for one process.
     """
-    from arena_jax.cli.train import make_planner, start_jax
     from arena_jax.job import build
     from arena_jax.planner import Candidate
     from arena_jax.recipe import load_recipe
+    from arena_jax.recipe_run import make_planner
     from arena_jax.runtime.peers import Peers
+    from arena_jax.start import start_jax
 
     peers, one_runtime = None, True
     if board is not None:
