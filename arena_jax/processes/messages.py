@@ -1,4 +1,4 @@
-"""Requests and reports of the scheduler hook as JSON, for the lines between processes."""
+"""What is said on the lines between processes: requests and reports of the scheduler hook, why a group begins."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -33,3 +33,24 @@ def report_from_json(data: Mapping[str, Any]) -> StepReport:
     """Read what :func:`report_to_json` wrote."""
     fields = dict(data) | {"grid": GridShape.parse(data["grid"], None), "errors": tuple(data["errors"])}
     return StepReport(**fields)
+
+
+def arrival_of_restart(left_s: float, why: str) -> dict[str, Any]:
+    """Why a group begins after a death; ``left_s`` is when the one before it was lost, in unix seconds."""
+    return {"swap": None, "left_s": left_s, "why": why}
+
+
+def arrival_of_change(relaunch: Mapping[str, Any], left_s: float) -> dict[str, Any]:
+    """Why a group begins under another plan: what the one before it, which left at ``left_s``, asked for."""
+    return {
+        "swap": {
+            "from": relaunch["from"],
+            "to": relaunch["plan"]["grid"],
+            "reason": relaunch["reason"],
+            "background_s": relaunch["background_s"],
+            "prepared": relaunch["prepared"],
+        },
+        "id": relaunch["id"],
+        "left_s": left_s,
+        "why": relaunch["reason"],
+    }
