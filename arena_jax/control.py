@@ -23,7 +23,7 @@ from typing import Any
 
 from arena_jax.errors import ArenaError, UsageError
 from arena_jax.grid import Allocation, GridShape, Pause, Request, StepReport, Stop, Target, parse_target
-from arena_jax.owner_socket import OwnerSocket, announced, peer_of
+from arena_jax.owner_socket import OwnerSocket, announced, peer_of, read_line
 
 FILE_NAME = "control.json"
 _SOCKET_NAME = "control.sock"
@@ -266,14 +266,8 @@ def _clear_place(path: Path) -> None:
 
 
 def _read(connection: socket.socket) -> dict[str, Any]:
-    data = b""
-    while b"\n" not in data:
-        part = connection.recv(_MAX_LINE_BYTES)
-        if not part or len(data) + len(part) > _MAX_LINE_BYTES:
-            raise UsageError("a message is one line of JSON")
-        data += part
     try:
-        message = json.loads(data)
+        message = json.loads(read_line(connection, _MAX_LINE_BYTES))
     except ValueError as error:
         raise UsageError("a message is one line of JSON") from error
     if not isinstance(message, dict):

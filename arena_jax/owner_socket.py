@@ -14,6 +14,7 @@ from arena_jax.errors import UsageError
 
 # What the kernel takes is about 108 bytes; a longer path is replaced by one in the temporary folder.
 _MAX_PATH_BYTES = 100
+_CHUNK_BYTES = 1 << 16
 
 
 class OwnerSocket:
@@ -73,6 +74,26 @@ def announced(file: Path) -> tuple[Path, int]:
     """
     path = Path(json.loads(file.read_text(encoding="utf-8"))["socket"])
     return path, path.stat().st_uid
+
+
+def read_line(connection: socket.socket, most_bytes: int) -> bytes:
+    """The first line that arrives, without its end.
+
+    Raises:
+        ValueError: the other end hung up before, or more than ``most_bytes`` came.
+        OSError: nothing came in time.
+    """
+    parts: list[bytes] = []
+    length = 0
+    while not parts or b"\n" not in parts[-1]:
+        part = connection.recv(_CHUNK_BYTES)
+        if not part:
+            raise ValueError("it hung up")
+        length += len(part)
+        if length > most_bytes:
+            raise ValueError("the line is too long")
+        parts.append(part)
+    return b"".join(parts).partition(b"\n")[0]
 
 
 def peer_of(connection: Any) -> int | None:

@@ -119,7 +119,15 @@ class Planner:
         """Compile a plan for the first devices, or for those with the given numbers; ``links`` as it takes them."""
         self.check_fits(candidate.plan.grid.allocation)
         devices = self.devices if device_numbers is None else self._numbered(device_numbers)
-        program = compile_program(self.problem, candidate.plan, devices, nonfinite=self._nonfinite, links=links)
+        program = compile_program(
+            self.problem,
+            candidate.plan,
+            devices,
+            nonfinite=self._nonfinite,
+            whole=self._search.trace,
+            coupling=self._search.coupling,
+            links=links,
+        )
         return Compiled(
             program=program,
             estimated_step_time_s=candidate.estimated_step_time_s,

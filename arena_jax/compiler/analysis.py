@@ -126,8 +126,12 @@ class Analysis:
         return self._meshes[key]
 
 
-def analyse(problem: Problem, trace: Trace | None = None) -> Analysis:
-    """Trace the whole global batch as one microbatch (unless ``trace`` is that) and find its layers."""
+def analyse(problem: Problem, trace: Trace | None = None, coupling: str | None = None) -> Analysis:
+    """Trace the whole global batch as one microbatch (unless ``trace`` is that) and find its layers.
+
+    Args:
+        coupling: what :func:`couples_samples` says of the trace, where it is at hand.
+    """
     trace = trace or trace_loss(problem, 1)
     graph = build_graph(trace)
     return Analysis(
@@ -136,5 +140,5 @@ def analyse(problem: Problem, trace: Trace | None = None) -> Analysis:
         graph=graph,
         layers=find_layers(graph),
         shardings=ShardingSearch(graph),
-        coupling=couples_samples(trace),
+        coupling=couples_samples(trace) if coupling is None else coupling,
     )

@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 from arena_jax.compiler.analysis import Analysis, Constraints, analyse
 from arena_jax.compiler.coupling import couples_samples
@@ -34,6 +35,9 @@ class StoredSearch:
         problem: what is trained.
         store: where rows are kept; ``None`` searches every time.
         name: what people call the model, for who reads the store.
+
+    Attributes:
+        trace: of the problem at the global batch.
     """
 
     def __init__(
@@ -43,23 +47,22 @@ class StoredSearch:
         self._store = store
         self._name = name
         self._catalogue = catalogue
-        self._trace = trace_loss(problem, 1)
-        self._analysis: Analysis | None = None
-        self._coupled: bool | None = None
+        self.trace = trace_loss(problem, 1)
 
-    @property
+    @cached_property
     def analysis(self) -> Analysis:
         """Layers and shardings, found on first use."""
-        if self._analysis is None:
-            self._analysis = analyse(self.problem, self._trace)
-        return self._analysis
+        return analyse(self.problem, self.trace, self.coupling)
+
+    @cached_property
+    def coupling(self) -> str:
+        """What couples samples of a batch in the loss; empty where nothing does."""
+        return couples_samples(self.trace)
 
     @property
     def coupled(self) -> bool:
         """Whether the loss couples samples of a batch."""
-        if self._coupled is None:
-            self._coupled = bool(couples_samples(self._trace))
-        return self._coupled
+        return bool(self.coupling)
 
     def plan(
         self,
@@ -128,7 +131,7 @@ class StoredSearch:
     def _key(self, grids: Sequence[GridShape], constraints: Constraints, num_microbatches: int | None) -> JobKey:
         return job_key(
             self.problem,
-            self._trace,
+            self.trace,
             grids,
             constraints=constraints,
             num_microbatches=num_microbatches,

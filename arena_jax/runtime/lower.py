@@ -36,6 +36,7 @@ def compile_program(
     *,
     nonfinite: str = "stop",
     whole: Trace | None = None,
+    coupling: str | None = None,
     links: Links | None = None,
 ) -> Program:
     """Compile a plan ahead of time.
@@ -44,6 +45,7 @@ def compile_program(
         devices: the devices of the allocation, node-major; default the first ones jax has.
         nonfinite: ``"skip"`` leaves the state unchanged by a step whose loss is not finite.
         whole: the problem's trace at the global batch, where it is at hand.
+        coupling: what :func:`~arena_jax.compiler.coupling.couples_samples` says of ``whole``, where it is at hand.
         links: between the stages, where some are in other processes. The devices of these are stand-ins of this
             process, on which nothing is made.
 
@@ -55,7 +57,7 @@ def compile_program(
     placements = place_stages(plan, devices)
     whole = whole or trace_loss(problem, 1)
     check_model(whole, plan)
-    engine, layout = make_engine(problem, plan, placements, whole, nonfinite=nonfinite, links=links)
+    engine, layout = make_engine(problem, plan, placements, whole, nonfinite=nonfinite, coupling=coupling, links=links)
     evaluator = Evaluator(problem, placements, layout, links)
     return Program(problem, plan, layout, engine, evaluator, links)
 
@@ -67,6 +69,7 @@ def make_engine(
     whole: Trace,
     *,
     nonfinite: str = "stop",
+    coupling: str | None = None,
     compile: Compile = compile_here,
     links: Links | None = None,
 ) -> tuple[OneStage | Pipeline, Layout]:
@@ -75,6 +78,7 @@ def make_engine(
     Args:
         placements: the stages' meshes, whose devices need not be here where ``compile`` does not ask for them.
         whole: the problem's trace at the global batch.
+        coupling: as :func:`compile_program` takes it.
     """
     skip = nonfinite == "skip"
     trace = whole if plan.num_microbatches == 1 else trace_loss(problem, plan.num_microbatches)
@@ -85,7 +89,7 @@ def make_engine(
         make_stage_function(stage_graph.graph.trace, stage, placement, layer_nodes)
         for stage, placement in zip(stage_graph.stages, placements, strict=True)
     ]
-    shards = _row_shards(problem, plan, whole, stage_graph, functions)
+    shards = _row_shards(problem, plan, whole, coupling, stage_graph, functions)
     homes = _parameter_homes(problem, stage_graph)
     split = None
     if len(placements) > 1:
@@ -103,7 +107,12 @@ def make_engine(
 
 
 def _row_shards(
-    problem: Problem, plan: Plan, whole: Trace, stage_graph: StageGraph, functions: Sequence[StageFunction]
+    problem: Problem,
+    plan: Plan,
+    whole: Trace,
+    coupling: str | None,
+    stage_graph: StageGraph,
+    functions: Sequence[StageFunction],
 ) -> list[RowShards | None]:
     """For every stage how it is evaluated shard by shard, ``None`` where it reduces gradients in every microbatch."""
     found: list[RowShards | None] = [None] * len(functions)
@@ -112,7 +121,7 @@ def _row_shards(
         for s, stage in enumerate(plan.stages)
         if stage.dp > 1 and stage.zero < 2 and not state_roles(stage_graph, s).dependent
     ]
-    if plan.num_microbatches == 1 or not able or not has_row_shards(whole):
+    if plan.num_microbatches == 1 or not able or not has_row_shards(whole, coupling):
         return found
     has_rows = [leaf.has_rows for leaf in problem.batch]
     for dp in {plan.stages[s].dp for s in able}:

@@ -16,7 +16,7 @@ from typing import Any
 from platformdirs import user_state_path
 
 from arena_jax.errors import ArenaError, UsageError
-from arena_jax.owner_socket import announced
+from arena_jax.owner_socket import announced, read_line
 
 ENV_STATE = "ARENA_JAX_SERVICE"
 FILE_NAME, SOCKET_NAME = "service.json", "service.sock"
@@ -68,7 +68,7 @@ def _call(state: Path, request: Mapping[str, Any], timeout_s: float) -> dict[str
         try:
             client.connect(str(path))
             client.sendall(line)
-            answer = json.loads(_read_line(client))
+            answer = json.loads(read_line(client, MAX_ANSWER_BYTES))
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or str(error)
             raise ServiceError(f"the service in {str(state)!r} does not answer: {why}", hint=_HOW_TO_START) from error
@@ -92,18 +92,3 @@ def _socket_of(state: Path) -> Path:
     if owner != os.geteuid():
         raise ServiceError(f"the service in {str(state)!r} is user {owner}'s; you are user {os.geteuid()}")
     return path
-
-
-def _read_line(connection: socket.socket) -> bytes:
-    parts = []
-    length = 0
-    while True:
-        part = connection.recv(1 << 16)
-        if not part:
-            raise ValueError("it hung up")
-        length += len(part)
-        if length > MAX_ANSWER_BYTES:
-            raise ValueError("the answer is too long")
-        parts.append(part)
-        if b"\n" in part:
-            return b"".join(parts).partition(b"\n")[0]

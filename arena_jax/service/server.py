@@ -14,7 +14,6 @@ from arena_jax.errors import UsageError
 from arena_jax.owner_socket import OwnerSocket, peer_of
 from arena_jax.service.protocol import FILE_NAME, MAX_REQUEST_BYTES, SOCKET_NAME
 
-# What the kernel takes is about 108 bytes; a longer path is replaced by one in the temporary folder.
 # A request must have arrived, and its answer been taken, within so long.
 READ_S, WRITE_S = 5.0, 10.0
 MAX_CONNECTIONS = 64
