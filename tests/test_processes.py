@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from arena_jax.data import SampleLoader
 from arena_jax.errors import UsageError
 from arena_jax.events import read_events
 from arena_jax.processes.launch import Launch, detect_launch, first_host
+from arena_jax.processes.states import HandedOver, States
 from arena_jax.runtime.checkpoint_info import complete_steps
 from arena_jax.runtime.feed import Feed
 from arena_jax.runtime.peers import Meeting, PeerLostError, Peers
@@ -349,6 +351,47 @@ def test_a_group_of_another_size(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         monkeypatch.setenv(name, value)
     assert main(["train", "gpt_tiny", "--processes", "2"]) == 2
     assert "--processes 2 in a group of 8 processes (srun)" in capsys.readouterr().err
+
+
+# What a group begins from.
+
+
+def handed_over(folder: Path, step: int) -> HandedOver:
+    (folder / str(step)).mkdir(parents=True)
+    (folder / str(step) / "state").write_text(str(step))
+    return HandedOver(folder=folder, step=step, left_s=0.0)
+
+
+def test_a_group_begins_from_the_furthest_state_that_is_whole(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "8").mkdir(parents=True)
+    states = States(checkpoints, 4)
+    assert states.last(has_stepped=False) == (4, None)  # what was asked for, though 8 is there
+    assert states.last(has_stepped=True) == (8, None)
+    states.hand_over(handed_over(tmp_path / "one", 8))
+    assert states.last(has_stepped=True) == (8, str(tmp_path / "one"))
+    (checkpoints / "9").mkdir()
+    assert states.last(has_stepped=True) == (9, None)
+    states.hand_over(handed_over(tmp_path / "two", 12))
+    assert not (tmp_path / "one").exists()
+    shutil.rmtree(tmp_path / "two" / "12")
+    assert states.last(has_stepped=True) == (9, None)
+
+
+def test_a_state_between_groups_is_kept_until_a_checkpoint_is_further(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "4").mkdir(parents=True)
+    states = States(checkpoints, None)
+    states.hand_over(handed_over(tmp_path / "one", 6))
+    states.forget_if_passed()
+    assert states.handed_over is not None
+    states.keep()
+    assert complete_steps(checkpoints) == [4, 6]
+    assert (checkpoints / "6" / "state").read_text() == "6"
+    (checkpoints / "7").mkdir()
+    states.forget_if_passed()
+    assert states.handed_over is None
+    assert not (tmp_path / "one").exists()
 
 
 def test_a_supervisor_does_without_jax() -> None:
