@@ -20,7 +20,6 @@ from arena_jax.recipe.schema import PlanSection
 from arena_jax.runtime.contract import Compiled
 from arena_jax.runtime.links import Links
 from arena_jax.runtime.lower import compile_program
-from arena_jax.runtime.program import Program
 
 # What is inside jax's `device_kind`, most specific first, and the catalogue's name for it.
 _KINDS = {
@@ -146,10 +145,7 @@ class Planner:
 
     def recompile(self, target: GridShape | Allocation, device_numbers: Sequence[int] | None = None) -> Compiled:
         """Plan and compile for another target; what a swap needs."""
-        compiled = self.compile(choose(self.search(target), target), device_numbers)
-        assert isinstance(compiled.program, Program)
-        compiled.program.warm_up()
-        return compiled
+        return self.compile(choose(self.search(target), target), device_numbers)
 
     def check_fits(self, allocation: Allocation) -> None:
         """Raise :class:`UsageError` when the allocation is not part of the devices at hand."""

@@ -130,6 +130,9 @@ class JitProgram:
         # A copy: `device_put` may hand back the caller's own buffers, which the next step would donate.
         return jax.tree.unflatten(jax.tree.structure(state), [jnp.copy(leaf) for leaf in leaves])
 
+    def warm_up(self) -> None:
+        """Nothing to set up."""
+
     def plan_move(self, other: "JitProgram") -> None:
         """Nothing to plan."""
 

@@ -62,6 +62,9 @@ class NumpyProgram:
     def abstract_tree(self) -> dict[str, Any]:
         return {}
 
+    def warm_up(self) -> None:
+        pass
+
     def plan_move(self, other: Any) -> None:
         pass
 

@@ -21,6 +21,10 @@ class Planned:
     def __init__(self, target: Any) -> None:
         self.plan = one_stage_plan(target.num_devices)
         self.move_from: Any = None
+        self.warmed_up = False
+
+    def warm_up(self) -> None:
+        self.warmed_up = True
 
     def plan_move(self, other: Any) -> None:
         self.move_from = other
@@ -164,3 +168,14 @@ def test_collections_leave_out_what_was_there_before_a_run() -> None:
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
     assert any(known is before for known in gc.get_objects())
+
+
+def test_only_what_nobody_waits_for_runs_before_its_turn() -> None:
+    shop = Workshop()
+    shop.may_finish.set()
+    shop.ahead.prepare([TWO])
+    until(lambda: (TWO, None) in shop.ahead.prepared)
+    prepared, wanted = shop.ahead.want(TWO, None), shop.ahead.want(FOUR, None)
+    assert wanted.done.wait(20)
+    assert prepared.compiled.program.warmed_up  # type: ignore[union-attr]
+    assert not wanted.compiled.program.warmed_up  # type: ignore[union-attr]

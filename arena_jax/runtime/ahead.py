@@ -264,6 +264,9 @@ class AheadCompiler:
         sys.setswitchinterval(min(before, _SWITCH_INTERVAL_S))
         try:
             compiled = self._recompile(target, devices)
+            # What somebody waits for is not run before its turn: the steps beside it would be slowed by as much.
+            if not work.urgent and not work.cancelled:
+                compiled.program.warm_up()
             running = self._running
             if running is not None and not work.cancelled:
                 compiled.program.plan_move(running)

@@ -132,8 +132,9 @@ class Program:
     def warm_up(self) -> None:
         """Run one step on zeros and forget it: what an executable sets up in its first run is then done.
 
-        On a CPU that takes a small model's step twice its usual time. Elsewhere, and for states of a size at
-        which a step takes long anyway, nothing is done: the memory may be needed.
+        On a CPU, whose kernels set themselves up in their first run, that takes 1 to 2 seconds of processor time,
+        several steps of a small model. Elsewhere, and for states of a size at which a step takes long anyway,
+        nothing is done: the memory may be needed.
         """
         entries = self._layout.entries
         sizes = [int(np.prod(e.shape)) * 8 * e.sharding.num_devices for e in entries]
