@@ -151,9 +151,11 @@ def report(result: dict[str, Any], *, write: bool) -> None:
         for n, k in enumerate(result["kills"])
     ]
     lines = [
-        f"{len(rows)} kills, {result['num_restarts']} restarts, {result['num_swaps']} changes of plan, ",
-        f"{result['steps']} steps; slowest back after {result['slowest_s']:.1f} s; losses differ from one",
-        f"undisturbed process by {result['largest_difference']:.1e} at most.",
+        (
+            f"{len(rows)} kills, {result['num_restarts']} restarts, {result['num_swaps']} changes of plan,"
+            f" {result['steps']} steps; slowest back after {result['slowest_s']:.1f} s; losses differ from one"
+            f" undisturbed process by {result['largest_difference']:.1e} at most."
+        ),
         "",
         *_report.table(["kill", "aimed", "victim", "trains again after, s", "from step"], rows),
     ]
