@@ -30,7 +30,7 @@ from arena_jax.scheduler import Cluster
 from arena_jax.service.own_processes import processes_of
 from arena_jax.service.store import Store
 from benchmarks._report import table, write
-from benchmarks.service_demo import ENDED, OVERRIDES, ROOT, Served, plan_ahead
+from benchmarks.service_demo import ENDED, OVERRIDES, ROOT, Served, plan_ahead, told_on, went_on
 
 NODES = ("quick/0", "quick/1", "slow/0", "slow/1")
 DEVICES = 2
@@ -204,7 +204,7 @@ def play(jobs: Sequence[Training], state: Path, cluster: Path, most_s: float) ->
         "wall_s": wall_s,
         "events": events,
         "counts": dict(Counter(e["kind"] for e in events)),
-        "went_on": _went_on(events, Cluster.load(cluster)),
+        "went_on": went_on(events, Cluster.load(cluster)),
         "spanned": _spans(events, Cluster.load(cluster)),
         "losses": {job["id"]: {step: loss for step, _, loss, _ in store.points(job["number"])} for job in shown},
         "left": processes_of(f"{state}/jobs/", prefix=True),
@@ -217,18 +217,6 @@ def _victim(jobs: Sequence[Mapping[str, Any]], num_nodes: int) -> str | None:
         if job["state"] == "running" and job["step"] >= KILL_AT_STEP and len(job["nodes"]) >= num_nodes:
             return str(job["nodes"][-1])
     return None
-
-
-def _went_on(events: Sequence[Mapping[str, Any]], cluster: Cluster) -> dict[str, int]:
-    """How often a job went on with more devices, with fewer, on another type; at once or after it had waited."""
-    found = {"more devices": 0, "fewer devices": 0, "another type": 0}
-    for event in events:
-        if event["from"] and event["to"]:
-            before, after = (Allocation.parse(event[key], cluster.catalogue) for key in ("from", "to"))
-            found["more devices"] += after.num_devices > before.num_devices
-            found["fewer devices"] += after.num_devices < before.num_devices
-            found["another type"] += after.device_type != before.device_type
-    return found
 
 
 def _spans(events: Sequence[Mapping[str, Any]], cluster: Cluster) -> dict[str, int]:
@@ -283,9 +271,7 @@ def _lines(played: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list
         f"{killed['node']} was killed at {killed['at_s']:.0f} s; {held}.",
         "",
         ", ".join(f"{counts.get(kind, 0)} {kind}" for kind in KINDS if kind in CHANGES or counts.get(kind)) + ".",
-        "Jobs went on "
-        + ", ".join(f"{number} times on {what}" for what, number in played["went_on"].items())
-        + ", at once or after waiting.",
+        told_on(played["went_on"]),
         "On several nodes at some time, with a process on each: " + ", ".join(spanned) + ".",
         "",
         *table(

@@ -225,6 +225,23 @@ def play(state: Path, cluster: Path, policy: str) -> dict[str, Any]:
     }
 
 
+def went_on(events: Sequence[Mapping[str, Any]], cluster: Cluster) -> dict[str, int]:
+    """How often a job went on with more devices, with fewer, on another type; at once or after it had waited."""
+    found = {"more devices": 0, "fewer devices": 0, "another type": 0}
+    for event in events:
+        if event["from"] and event["to"]:
+            before, after = (Allocation.parse(event[key], cluster.catalogue) for key in ("from", "to"))
+            found["more devices"] += after.num_devices > before.num_devices
+            found["fewer devices"] += after.num_devices < before.num_devices
+            found["another type"] += after.device_type != before.device_type
+    return found
+
+
+def told_on(counts: Mapping[str, int]) -> str:
+    """What :func:`went_on` found, as a sentence."""
+    return "Jobs went on, at once or after waiting: " + ", ".join(f"{n} on {what}" for what, n in counts.items()) + "."
+
+
 def _page(store: Store, state: Path, cluster: Path, policy: str) -> str:
     from arena_jax.cli.serve import nominal_label
     from arena_jax.service.page import render
@@ -310,10 +327,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             options.pages.mkdir(parents=True, exist_ok=True)
             (options.pages / f"{name}.html").write_text(page)
     counts = {kind: sum(event["kind"] == kind for event in ours["events"]) for kind in KINDS}
-    lines = _lines(runs, means, predictions, losses, counts)
+    changed = went_on(ours["events"], Cluster.load(cluster))
+    lines = _lines(runs, means, predictions, losses, counts, changed)
     data = {
         "jobs": ours["jobs"],
         "events": ours["events"],
+        "went_on": changed,
         "mean_jct_s": {"arena": means["arena"], "fcfs": means["fcfs"]},
         "ratio": means["arena"] / means["fcfs"],
         "predicted_mean_jct_s": predictions,
@@ -340,6 +359,7 @@ def _lines(
     predictions: Mapping[str, Mapping[str, float]],
     losses: Sequence[tuple[str, float, float, float]],
     counts: Mapping[str, int],
+    changed: Mapping[str, int],
 ) -> list[str]:
     head = ("policy", "mean JCT s", "predicted before", "with measured costs", "last end s", "load of the cores")
     rows = []
@@ -362,6 +382,7 @@ def _lines(
         "",
         f"Mean completion time, ours over rigid FCFS: {means['arena'] / means['fcfs']:.2f}.",
         "Ours: " + ", ".join(f"{number} {kind}" for kind, number in counts.items() if number) + ".",
+        told_on(changed),
         "",
         *table(
             ("job", "final loss", "undisturbed", "difference"),
