@@ -1,5 +1,6 @@
 """Seconds of operations and collectives: hand-computed cases and how they must grow."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -117,6 +118,16 @@ def test_collectives_by_hand() -> None:
     assert link.reduce_scatter_s(4e9) == pytest.approx(0.1 + 3e-3 + 3.0)
     assert link.all_reduce_s(4e9) == pytest.approx(0.1 + 6e-3 + 6.0)
     assert link.all_to_all_s(4e9) == pytest.approx(0.1 + 3e-3 + 6.0)
+    meeting = replace(link, meets=True)
+    assert meeting.all_reduce_s(4e9) == link.all_reduce_s(4e9)
+    assert meeting.all_gather_s(4e9) == link.all_reduce_s(4e9)
+
+
+def test_devices_that_share_cores_launch_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    two, eight = on("cpu:2"), on("cpu:8")
+    assert eight.launch_s == pytest.approx(4 * two.launch_s)
+    assert on("a100:8").launch_s == on("a100:1").launch_s
 
 
 def test_measured_collectives_replace_the_formula() -> None:

@@ -27,8 +27,9 @@ _MEMORY_SHARE = {"cpu": 1.0, "cuda": 0.9, "tpu": 0.95}
 _DISPATCH_S = {"cpu": 6e-4, "cuda": 2e-4, "tpu": 2e-4}
 # Of a program on a CPU, what runs on one core however many there are.
 _SERIAL_SHARE = 0.1
-# Starting one fused kernel, seconds; GPUs: see Efficiency.
-_LAUNCH_S = {"cpu": 2e-6, "tpu": 2e-6}
+# Starting one fused kernel, seconds; GPUs: see Efficiency. On a CPU small products and convolutions take 1 to 7 us
+# each, a mean and its subtraction 10 (2-core Xeon, jaxlib 0.10.2).
+_LAUNCH_S = {"cpu": 5e-6, "tpu": 2e-6}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,8 @@ class Hardware:
 
     @property
     def launch_s(self) -> float:
-        return _LAUNCH_S.get(self.device.platform, self.efficiency.launch_s)
+        alone = _LAUNCH_S.get(self.device.platform, self.efficiency.launch_s)
+        return alone * share_of_cores(self.allocation.num_devices)[1] if self.shares_cores else alone
 
     @property
     def start_images(self) -> float:

@@ -58,6 +58,8 @@ class Link:
         latency_s: seconds one step takes to start.
         launch_s: seconds before the first step.
         ramp_s: seconds that messages beyond about 64 KiB pay besides.
+        meets: whether the group meets in one memory, where every kind of collective takes about as long as an
+            all-reduce: all of them read and write what all members hold.
         measured: by collective, sizes in bytes and seconds of it, both ascending; they replace the
             formula, between them by log-log interpolation and beyond them at their ends' rates.
     """
@@ -68,6 +70,7 @@ class Link:
     pairs_bandwidth: float | None = None
     launch_s: float = 0.0
     ramp_s: float = 0.0
+    meets: bool = False
     measured: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = field(default_factory=dict)
 
     def all_reduce_s(self, num_bytes: Floats) -> Floats:
@@ -91,7 +94,7 @@ class Link:
             return num_bytes * 0.0
         if kind in self.measured:
             return interpolated_s(self.measured[kind], num_bytes)
-        steps = rounds * (self.size - 1)
+        steps = (2.0 if self.meets else rounds) * (self.size - 1)
         start_s = self.launch_s + self.ramp_s * num_bytes / (num_bytes + _RAMP_BYTES) + steps * self.latency_s
         return start_s + steps / self.size * num_bytes / bandwidth
 
@@ -125,6 +128,7 @@ def group_link(hardware: "Hardware", submesh: Submesh, size: int, stride: int) -
             bandwidth=bandwidth * _RING_SHARE[kind],
             pairs_bandwidth=bandwidth * _PAIRS_SHARE[kind],
             latency_s=device.intra_node_latency_s,
+            meets=kind == "memory",
             measured=measured,
             **common,
         )
