@@ -116,7 +116,7 @@ def links_of(hardware: "Hardware", submesh: Submesh, dp: int, tp: int) -> tuple[
 def group_link(hardware: "Hardware", submesh: Submesh, size: int, stride: int) -> Link:
     """Groups of ``size`` devices, ``stride`` apart, that fill a submesh."""
     device, per_node = hardware.device, submesh.devices_per_node
-    common = {"launch_s": _LAUNCH_S[device.platform], "ramp_s": _RAMP_S[device.platform]}
+    common: dict[str, Any] = {"launch_s": _LAUNCH_S[device.platform], "ramp_s": _RAMP_S[device.platform]}
     inside = submesh.num_nodes == 1 or size * stride <= per_node
     # Virtual devices of a CPU are all alike near to each other.
     measured = hardware.collectives.get((size, 1 if device.platform == "cpu" else stride, inside), {})
