@@ -23,6 +23,7 @@ from arena_jax.compiler import analyse
 from arena_jax.grid import Allocation
 from arena_jax.start import start_jax
 from benchmarks._plan_space import RECIPES, candidates, measure, problem_of
+from benchmarks._machine import describe
 from benchmarks._report import RESULTS, table, write
 
 NAME = "plan_quality"
@@ -58,6 +59,7 @@ def run(recipe: str, spec: str, rounds: int) -> dict[str, Any]:
     return {
         "recipe": recipe,
         "allocation": spec,
+        "machine": describe(),
         "num_plans": len(rows),
         "chosen": chosen.name,
         "best": rows[0]["plan"],
@@ -109,8 +111,18 @@ def report(results: Sequence[dict[str, Any]]) -> None:
             f"Chosen against fastest: mean {np.mean(shares):.3f} (wanted {WANTED_MEAN}), worst {min(shares):.3f}"
             f" (wanted {WANTED_WORST}); against the best by hand at worst {max(hand):.3f} (wanted {WANTED_BY_HAND})."
         ),
+        *_elsewhere(results),
     ]
     write(NAME, title="The chosen plan against every plan of a space", lines=lines, data={"results": list(results)})
+
+
+def _elsewhere(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Which rows are from other machines than this one."""
+    lines = []
+    for machine in sorted({r["machine"] for r in results} - {describe()}):
+        names = ", ".join(f"{r['recipe']} {r['allocation']}" for r in results if r["machine"] == machine)
+        lines += ["", f"Measured on another machine ({machine}): {names}."]
+    return lines
 
 
 if __name__ == "__main__":
