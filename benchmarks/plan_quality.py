@@ -22,8 +22,8 @@ import numpy as np
 from arena_jax.compiler import analyse
 from arena_jax.grid import Allocation
 from arena_jax.start import start_jax
-from benchmarks._plan_space import RECIPES, candidates, measure, problem_of
 from benchmarks._machine import describe
+from benchmarks._plan_space import RECIPES, candidates, measure, problem_of
 from benchmarks._report import RESULTS, table, write
 
 NAME = "plan_quality"
