@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from arena_jax.errors import ArenaError, UsageError
-from arena_jax.grid import Allocation, GridShape, Pause, Request, StepReport, Stop, Target, parse_target
+from arena_jax.grid import Allocation, GridShape, Pause, Request, StepReport, Stop, as_target
 from arena_jax.owner_socket import OwnerSocket, announced, peer_of, read_line
 
 FILE_NAME = "control.json"
@@ -177,9 +177,7 @@ def read_request(fields: Mapping[str, Any]) -> Request:
     if unknown or "target" not in fields:
         what = f"an unknown key {unknown[0]!r}" if unknown else "no target"
         raise UsageError(f"the request has {what}", hint=f"keys: {', '.join(sorted(_KEYS))}")
-    words: dict[str, Target] = {"pause": Pause(), "stop": Stop()}
-    text = str(fields["target"]).strip()
-    target = words[text] if text in words else parse_target(text)
+    target = as_target(str(fields["target"]))
     devices, deadline_s = fields.get("devices"), fields.get("deadline_s")
     if devices is not None:
         if not isinstance(devices, list) or not all(type(d) is int and d >= 0 for d in devices):

@@ -1,5 +1,6 @@
 """The Python front door: ``fit``, and below it ``plan`` and ``compile`` for one's own loop."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from arena_jax.tracking import Tracker
 from arena_jax.training import Training, run_training
 
 Grid = str | GridShape | Allocation | Sequence[jax.Device]
+_LOGGER = logging.getLogger("arena_jax")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,7 @@ def fit(
                 eval_data=eval_data,
                 tracker=tracker,
                 hook=hook,
-                callbacks=callbacks,
+                callbacks=(_log_warning, *callbacks),
             )
         )
         outcome = trained.outcome
@@ -271,6 +273,12 @@ def model_leaves(problem: Problem) -> dict[str, LeafType]:
         for leaf in problem.leaves
         if leaf.kind in ("params", "frozen")
     }
+
+
+def _log_warning(event: Mapping[str, Any]) -> None:
+    """What a run warns of, for those who pass no callback: logging writes it to stderr unless it is set otherwise."""
+    if event["kind"] == "warning":
+        _LOGGER.warning("%s", event["message"])
 
 
 def _name(model: Any) -> str:

@@ -20,7 +20,7 @@ from jax.extend import core as jex_core
 
 from arena_jax.compiler import _compat
 from arena_jax.compiler.dims import Rule, rule_of
-from arena_jax.compiler.inlined import inline
+from arena_jax.compiler.trace import inline
 
 COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "sum": np.add,

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from arena_jax.errors import DataError, InfeasibleError, NonFiniteLossError
+from arena_jax.errors import DataError, InfeasibleError, NonFiniteLossError, UsageError
 from arena_jax.events import EventLog, read_events
 from arena_jax.grid import Allocation, GridShape, Pause, Request, StepReport, Stop
 from arena_jax.runtime.checkpoint import CheckpointStore, leaf_types
@@ -457,11 +457,26 @@ def test_a_hook_that_raises_is_warned_about_once(tmp_path: Path) -> None:
         def poll(self, step: int) -> Any:
             raise ConnectionError("gone")
 
-    bench = Bench(tmp_path, steps=5, hook=Broken({}))
+    hook = Broken({})
+    bench = Bench(tmp_path, steps=5, hook=hook)
     assert bench.run().step == 5
-    assert [e["message"] for e in bench.of("warning")] == [
-        "the scheduler hook Broken failed in poll: ConnectionError: gone"
-    ]
+    message = "the scheduler hook Broken failed in poll: ConnectionError: gone"
+    assert [e["message"] for e in bench.of("warning")] == [message]
+    assert [error for report in hook.reports for error in report.errors] == [message]
+
+
+def test_a_wish_may_be_text_and_what_is_none_is_told(tmp_path: Path) -> None:
+    assert Request(target="cpu:4/s2").target == GridShape.parse("cpu:4/s2")  # type: ignore[arg-type]
+    assert Request(target="pause").target == Pause()  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="3 is no target"):
+        Request(target=3)  # type: ignore[arg-type]
+    hook = Scheduler({2: "tpu9:4", 3: 7, 4: "stop"})
+    bench = Bench(tmp_path, steps=9, hook=hook)
+    assert bench.run().step == 4
+    told = [error for report in hook.reports for error in report.errors]
+    assert len(told) == 2
+    assert "tpu9" in told[0]
+    assert "7 is no target" in told[1]
 
 
 def test_scripted_hook_reads_its_lines() -> None:

@@ -24,7 +24,6 @@ from arena_jax.compiler import _compat
 from arena_jax.compiler.annotations import Annotations, required_in
 from arena_jax.compiler.dims import unknown_primitives
 from arena_jax.compiler.effects import check_effects
-from arena_jax.compiler.inlined import inlined
 from arena_jax.compiler.meshless import names_a_mesh, run_without_mesh
 from arena_jax.compiler.problem import FROZEN, PARAMS, STATE, Leaf, Problem, path_name
 from arena_jax.errors import ArenaError, ModelError
@@ -163,7 +162,7 @@ def _trace(problem: Problem, graphdef: Any, rows: int) -> Trace:
             if names_a_mesh(closed.jaxpr):
                 closed = jax.make_jaxpr(partial(run_without_mesh, closed.jaxpr, consts))(structs)
                 consts = list(closed.consts)
-            jaxpr, flat_consts = inlined(closed.jaxpr, consts)
+            flat = jax.make_jaxpr(lambda args: inline(closed.jaxpr, consts, args))(structs)
     except jax.errors.ConcretizationTypeError as error:
         raise ModelError(
             f"the loss needs a value that is not known while tracing: {str(error).splitlines()[0]}",
@@ -174,6 +173,7 @@ def _trace(problem: Problem, graphdef: Any, rows: int) -> Trace:
             f"the loss writes to an nnx Variable outside of its model: {str(error).partition(' (')[0]}",
             hint="make the Variable an attribute of the model, or return the value as a metric",
         ) from error
+    jaxpr, flat_consts = flat.jaxpr, list(flat.consts)
     jaxpr = _constants_as_inputs(jaxpr)
     annotated = problem.annotations
     return Trace(
@@ -190,6 +190,25 @@ def _trace(problem: Problem, graphdef: Any, rows: int) -> Trace:
             values=required_in(jaxpr, problem.axis_rules),
         ),
     )
+
+
+def inline(jaxpr: Any, consts: list[Any], args: list[Any]) -> list[Any]:
+    """Evaluate a jaxpr with every call inlined; under a trace this flattens it."""
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, _compat.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        values = [read(atom) for atom in eqn.invars]
+        if eqn.primitive.name in _compat.INLINED:
+            body, body_consts = _compat.inner_jaxpr(eqn)
+            outs = inline(body, body_consts, values)
+        else:
+            outs = _compat.bind(eqn, values)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def _merge(problem: Problem, graphdef: Any, leaf_values: list[Any]) -> nnx.Module:

@@ -18,6 +18,7 @@ from arena_jax.grid.messages import SchedulerHook as SchedulerHook
 from arena_jax.grid.messages import StepReport as StepReport
 from arena_jax.grid.messages import Stop as Stop
 from arena_jax.grid.messages import Target as Target
+from arena_jax.grid.messages import as_target as as_target
 from arena_jax.grid.plan import AXES as AXES
 from arena_jax.grid.plan import Plan as Plan
 from arena_jax.grid.plan import Precision as Precision

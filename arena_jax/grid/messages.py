@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from arena_jax.grid.shapes import Allocation, GridShape
+from arena_jax.errors import UsageError
+from arena_jax.grid.shapes import Allocation, GridShape, parse_target
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,30 @@ class Stop:
 Target = GridShape | Allocation | Pause | Stop
 
 
+def as_target(wanted: object) -> Target:
+    """A target as it is, or read from its text: ``cpu:4/s2``, ``cpu:4``, ``pause`` or ``stop``.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(wanted, GridShape | Allocation | Pause | Stop):
+        return wanted
+    if not isinstance(wanted, str):
+        raise UsageError(
+            f"{wanted!r} is no target", hint="give a GridShape, an Allocation, Pause(), Stop(), or the text of one"
+        )
+    words: dict[str, Target] = {"pause": Pause(), "stop": Stop()}
+    text = wanted.strip()
+    return words[text] if text in words else parse_target(text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One wish of the scheduler.
 
     Attributes:
-        target: the grid to run on; an :class:`Allocation` leaves the stage count to the job.
+        target: the grid to run on, :class:`Pause` or :class:`Stop`, or its text (see :func:`as_target`); an
+            :class:`Allocation` leaves the stage count to the job.
         devices: device numbers to use, ``None`` for the first ones of the allocation.
         deadline_s: seconds from receipt by which the devices that the target does not use must be free;
             ``None`` for no hurry. If the new plan is not compiled by then, the job saves and waits for it
@@ -42,6 +61,9 @@ class Request:
     reason: str = ""
     id: str | None = None
     wait: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target", as_target(self.target))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from arena_jax.grid import Allocation, GridShape, Pause, Request, SchedulerHook, StepReport, Stop
+from arena_jax.errors import ArenaError
+from arena_jax.grid import Allocation, GridShape, Request, SchedulerHook, StepReport, as_target
 from arena_jax.runtime.contract import Compiled, LoopOptions
 from arena_jax.runtime.journal import Journal
 from arena_jax.runtime.metrics import StepRecord
@@ -38,6 +39,7 @@ class SchedulerLine:
         self._reported_at_s = 0.0
         self._num_reported = 0
         self._refused: tuple[str, ...] = ()
+        self._complaints: set[str] = set()
         self._request_id: str | None = None
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -136,13 +138,13 @@ class SchedulerLine:
             self._reporting = None
 
     def _as_request(self, wanted: Any) -> Request | None:
-        request = Request(target=wanted) if isinstance(wanted, GridShape | Allocation | Pause | Stop) else wanted
-        if request is None:
+        if wanted is None:
             return None
-        if not isinstance(request, Request) or not isinstance(request.target, GridShape | Allocation | Pause | Stop):
-            self._journal.warn(
-                f"the scheduler hook {self._name} asked for {wanted!r}, which is no Request and no grid", once=True
-            )
+        try:
+            request = wanted if isinstance(wanted, Request) else Request(target=as_target(wanted))
+        except ArenaError as error:
+            hint = f" (hint: {error.hint})" if error.hint else ""
+            self._complain(f"the scheduler hook {self._name} asked for what cannot be: {error.message}{hint}")
             return None
         self._request_id = request.id
         return request
@@ -166,9 +168,14 @@ class SchedulerLine:
 
     def _warn(self, call: "_Call") -> None:
         error = call.error
-        self._journal.warn(
-            f"the scheduler hook {self._name} failed in {call.name}: {type(error).__name__}: {error}", once=True
-        )
+        self._complain(f"the scheduler hook {self._name} failed in {call.name}: {type(error).__name__}: {error}")
+
+    def _complain(self, message: str) -> None:
+        """Warn of something once, and tell the scheduler with the next report."""
+        self._journal.warn(message, once=True)
+        if message not in self._complaints:
+            self._complaints.add(message)
+            self.refuse(message)
 
 
 class _Call:

@@ -20,7 +20,7 @@ from jax import lax
 
 from arena_jax.compiler import _compat
 from arena_jax.compiler.dims import ELEMENTWISE, REDUCTIONS, rule_of
-from arena_jax.compiler.inlined import inline
+from arena_jax.compiler.trace import inline
 
 # Primitives whose parameters hold no shapes, so that they run on pieces as they stand.
 _SHAPELESS = ELEMENTWISE | frozenset(REDUCTIONS) | {"transpose", "squeeze", "dot_general"}
