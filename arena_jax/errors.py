@@ -32,6 +32,11 @@ class ArenaError(Exception):
         self.message = message
         self.hint = hint
 
+    @property
+    def one_line(self) -> str:
+        """Message and hint on one line, for reports and logs."""
+        return self.message + (f" (hint: {self.hint})" if self.hint else "")
+
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
 

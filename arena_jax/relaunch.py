@@ -190,7 +190,7 @@ def is_supervised() -> bool:
 def why(error: BaseException) -> str:
     """An error in one line."""
     if isinstance(error, ArenaError):
-        return error.message + (f" (hint: {error.hint})" if error.hint else "")
+        return error.one_line
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 

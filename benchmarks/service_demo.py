@@ -128,12 +128,16 @@ class Served:
     def jobs(self) -> list[dict[str, Any]]:
         return self.ask(do="status", ended=100)["jobs"]
 
+    def wait(self) -> None:
+        """Until all jobs have ended."""
+        while any(job["state"] not in ENDED for job in self.jobs()):
+            time.sleep(0.5)
+
     def close(self) -> None:
         for job in self.jobs():
             if job["state"] not in ENDED:
                 self.ask(do="cancel", job=job["id"])
-        while any(job["state"] not in ENDED for job in self.jobs()):
-            time.sleep(0.5)
+        self.wait()
         self._process.terminate()
         self._process.wait(30)
         self._log.close()
@@ -146,10 +150,11 @@ def rehearse(state: Path, cluster: Path) -> None:
     first would compile for the other.
     """
     served = Served(state, cluster, "fcfs")
-    ids = [served.submit(recipe, 1, on=f"{kind}:{n}") for recipe in OVERRIDES for kind, n in REHEARSED]
-    while any(job["state"] not in ENDED for job in served.jobs()):
-        time.sleep(0.5)
-    bad = [job for job in served.jobs() if job["id"] in ids and job["state"] != "finished"]
+    for recipe in OVERRIDES:
+        for kind, num_devices in REHEARSED:
+            served.submit(recipe, 1, on=f"{kind}:{num_devices}")
+    served.wait()
+    bad = [job for job in served.jobs() if job["state"] != "finished"]
     served.close()
     if bad:
         raise SystemExit(f"{bad[0]['id']}: {bad[0]['reason']}")

@@ -157,7 +157,7 @@ class PlanChanges:
 
 def _why(error: BaseException | None) -> str:
     if isinstance(error, ArenaError):
-        return error.message + (f" (hint: {error.hint})" if error.hint else "")
+        return error.one_line
     return f"{type(error).__name__}: {error}"
 
 

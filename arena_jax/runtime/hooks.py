@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from arena_jax.errors import UsageError
-from arena_jax.grid import Allocation, GridShape, Pause, Request, StepReport, Stop, Target, parse_target
+from arena_jax.grid import Allocation, GridShape, Request, StepReport, as_target
 
 
 class ScriptedHook:
@@ -73,7 +73,7 @@ class FileHook:
         wanted = next((line for line in lines if line and not line.startswith("#")), "")
         if not wanted:
             raise UsageError(f"SIGUSR1: {str(self.path)!r} names no grid", hint="write a line like cpu:4/s2")
-        return Request(target=_target(wanted), reason=f"SIGUSR1: {self.path.name}")
+        return Request(target=as_target(wanted), reason=f"SIGUSR1: {self.path.name}")
 
     def report(self, report: StepReport) -> None:
         """Nobody listens."""
@@ -99,9 +99,4 @@ def _parse(line: str) -> tuple[int, Request]:
     step, colon, target = (part.strip() for part in line.partition(":"))
     if not colon or not step.isdecimal() or not target:
         raise UsageError(f"hook.script line {line!r} is not STEP: GRID", hint="write 5: cpu:4/s2")
-    return int(step), Request(target=_target(target), reason=f"script: {line}")
-
-
-def _target(text: str) -> Target:
-    words: dict[str, Target] = {"pause": Pause(), "stop": Stop()}
-    return words[text] if text in words else parse_target(text)
+    return int(step), Request(target=as_target(target), reason=f"script: {line}")

@@ -41,12 +41,13 @@ class Journal:
             self._said.add("log")
             self.warn(f"{failure.message}; training goes on")
 
-    def warn(self, message: str, *, once: bool = False) -> None:
-        """Record a warning; ``once`` drops one that was already given."""
+    def warn(self, message: str, *, once: bool = False) -> bool:
+        """Record a warning; ``once`` drops one that was already given. Returns whether it was recorded."""
         if once and message in self._said:
-            return
+            return False
         self._said.add(message)
         self.emit("warning", message=message)
+        return True
 
     def plan(self, plan: Plan, *, step: int, reason: str, compiled: "Compiled") -> None:
         """Record that ``plan`` runs from ``step`` on; ``reason`` is start, resume or swap."""

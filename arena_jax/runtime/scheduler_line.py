@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from arena_jax.errors import ArenaError
-from arena_jax.grid import Allocation, GridShape, Request, SchedulerHook, StepReport, as_target
+from arena_jax.grid import Allocation, GridShape, Request, SchedulerHook, StepReport
 from arena_jax.runtime.contract import Compiled, LoopOptions
 from arena_jax.runtime.journal import Journal
 from arena_jax.runtime.metrics import StepRecord
@@ -39,7 +39,6 @@ class SchedulerLine:
         self._reported_at_s = 0.0
         self._num_reported = 0
         self._refused: tuple[str, ...] = ()
-        self._complaints: set[str] = set()
         self._request_id: str | None = None
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -141,10 +140,9 @@ class SchedulerLine:
         if wanted is None:
             return None
         try:
-            request = wanted if isinstance(wanted, Request) else Request(target=as_target(wanted))
+            request = wanted if isinstance(wanted, Request) else Request(target=wanted)
         except ArenaError as error:
-            hint = f" (hint: {error.hint})" if error.hint else ""
-            self._complain(f"the scheduler hook {self._name} asked for what cannot be: {error.message}{hint}")
+            self._complain(f"the scheduler hook {self._name} asked for what cannot be: {error.one_line}")
             return None
         self._request_id = request.id
         return request
@@ -172,9 +170,7 @@ class SchedulerLine:
 
     def _complain(self, message: str) -> None:
         """Warn of something once, and tell the scheduler with the next report."""
-        self._journal.warn(message, once=True)
-        if message not in self._complaints:
-            self._complaints.add(message)
+        if self._journal.warn(message, once=True):
             self.refuse(message)
 
 

@@ -46,7 +46,7 @@ class Sink:
     """
 
     def __init__(
-        self, tracker: Tracker, log: EventLog | Path, *, on_warning: Callable[[str], None] | None = None
+        self, tracker: Tracker, log: EventLog | Path, *, on_warning: Callable[[str], object] | None = None
     ) -> None:
         self._pump = _Pump(tracker, log.path if isinstance(log, EventLog) else log_path(log))
         self._on_warning = logger.warning if on_warning is None else on_warning

@@ -30,6 +30,8 @@ _SERIAL_SHARE = 0.1
 # Starting one fused kernel, seconds; GPUs: see Efficiency. On a CPU small products and convolutions take 1 to 7 us
 # each, a mean and its subtraction 10 (2-core Xeon, jaxlib 0.10.2).
 _LAUNCH_S = {"cpu": 5e-6, "tpu": 2e-6}
+# Rates that are given for a CPU are those it reaches, with as few images as there are.
+_OF_CPU = replace(FITTED, conv_share=1.0, conv_start_images=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +67,6 @@ class Hardware:
     def launch_s(self) -> float:
         alone = _LAUNCH_S.get(self.device.platform, self.efficiency.launch_s)
         return alone * share_of_cores(self.allocation.num_devices)[1] if self.shares_cores else alone
-
-    @property
-    def start_images(self) -> float:
-        """Images that a convolution costs besides its own."""
-        return 0.0 if self.device.platform == "cpu" else self.efficiency.conv_start_images
 
     @property
     def dispatch_s(self) -> float:
@@ -161,14 +158,13 @@ def itemsize_of(dtype: str) -> int:
 def hardware_of(allocation: Allocation, catalogue: Catalogue = CATALOGUE) -> Hardware:
     """Look a type up, with what the profile store knows of it; ``cpu`` is what was measured on this machine."""
     device = catalogue[allocation.device_type]
-    # Rates that are given for a CPU are those it reaches.
-    efficiency = FITTED if device.platform != "cpu" else replace(FITTED, conv_share=1.0)
+    efficiency = FITTED if device.platform != "cpu" else _OF_CPU
     # A virtual type without rates of its own has its threads' share of this machine's.
     if device.platform == "cpu" and (device.threads is None or device.peak_flops == CATALOGUE["cpu"].peak_flops):
         from arena_jax.compiler.cpu import convolution_share, measured_cpu
 
         device = measured_cpu(device, allocation.num_devices)
-        efficiency = replace(FITTED, conv_share=convolution_share())
+        efficiency = replace(_OF_CPU, conv_share=convolution_share())
     from arena_jax.compiler.profiling.measured import measured
 
     shared = device.platform == "cpu" and device.threads is None

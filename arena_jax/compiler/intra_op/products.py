@@ -160,7 +160,7 @@ def _computed(hardware: Hardware, products: Sequence[Product], num_microbatches:
             rows = np.array([products[i].rows for i in at], bool).T
             batch, m, k, n = np.where(rows, np.maximum(sizes / num_microbatches, 1.0), sizes)
             images = np.array([products[i].images for i in at], float) / num_microbatches
-            m = m * (1 + hardware.start_images / images)
+            m = m * (1 + hardware.efficiency.conv_start_images / images)
 
             def seconds(batch: Floats, m: Floats, k: Floats, n: Floats, kind: str = kind, dtype: str = dtype) -> Floats:
                 found: Floats = hardware.op_s(kind, dtype, 0.0, 0.0, (batch, m, k, n)) - hardware.launch_s
