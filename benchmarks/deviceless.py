@@ -71,23 +71,29 @@ def facts_of(recipe: str, row: IndexRow, compiled: CompiledPlan, corrected: Corr
     estimate = row.estimate
     assert estimate is not None
     planned = [sent_bytes(stage.collective_bytes) for stage in estimate.stages]
+    # A program that the compiler refuses has no collectives.
+    refused = any(stage.message for stage in compiled.stages)
     built = built_bytes(compiled)
+    memory = [
+        max(stage.memory_bytes, estimate.device_memory_bytes + stage.missing_bytes if stage.message else 0)
+        for stage in compiled.stages
+    ]
     fresh = [program for program in compiled.programs if not program.known]
     return {
         "recipe": recipe,
         "grid": str(row.grid),
         "meshes": " ".join(f"{s.dp}x{s.tp}" + "r" * s.remat + f"z{s.zero}" for s in compiled.plan.stages),
         "num_microbatches": row.num_microbatches,
-        "memory_bytes": [stage.memory_bytes for stage in compiled.stages],
+        "memory_bytes": memory,
         "estimated_memory_bytes": [stage.memory_bytes for stage in estimate.stages],
-        "peak_off": off(estimate.memory_bytes, max(stage.memory_bytes for stage in compiled.stages)),
+        "peak_off": off(estimate.memory_bytes, max(memory)),
         "collective_bytes": built,
         "planned_collective_bytes": planned,
         "by_kind": [
             {"planned": dict(s.collective_bytes), "built": moved_bytes(c, compiled.plan.num_microbatches)}
             for s, c in zip(estimate.stages, compiled.stages, strict=True)
         ],
-        "collectives_off": off(sum(planned), sum(built)),
+        "collectives_off": None if refused else off(sum(planned), sum(built)),
         "missing_bytes": corrected.missing_bytes,
         "step_time_s": None if corrected.row.estimate is None else corrected.row.estimate.step_time_s,
         "estimated_step_time_s": estimate.step_time_s,
@@ -198,8 +204,8 @@ def _plans(found: Sequence[dict[str, Any]]) -> list[str]:
                 f"{f['memory_bytes'][at] / 2**30:.2f}",
                 f"{100 * f['peak_off']:+.1f}",
                 f"{sum(f['planned_collective_bytes']) / 1e9:.2f}",
-                f"{sum(f['collective_bytes']) / 1e9:.2f}",
-                f"{100 * f['collectives_off']:+.1f}",
+                "-" if f["collectives_off"] is None else f"{sum(f['collective_bytes']) / 1e9:.2f}",
+                "-" if f["collectives_off"] is None else f"{100 * f['collectives_off']:+.1f}",
             ]
         )
     return table(head, rows)
