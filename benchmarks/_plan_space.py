@@ -1,4 +1,4 @@
-"""A space of plans, enumerated, and their steps measured in turn. Shared by what compares plans with each other.
+"""A space of plans, enumerated. Shared by what compares plans with each other.
 
 On each allocation the space holds, for one stage, every (dp, tp) with no ZeRO and with ZeRO-3, and for
 2 to 4 stages every (dp, tp) that is alike in all stages, at each number of microbatches, with the
@@ -6,12 +6,10 @@ layers cut where that plan is best; on one device, every number of microbatches 
 rematerialisation. Pure data parallelism, FSDP and Megatron tensor parallelism are in it.
 """
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
 from arena_jax.compiler import Analysis, Problem
@@ -20,7 +18,6 @@ from arena_jax.compiler.search import plan_problem
 from arena_jax.grid import Allocation, GridShape, Plan, grids_of
 from arena_jax.job import build
 from arena_jax.recipe import load_recipe
-from arena_jax.runtime import compile_program
 
 # Overrides that bring a step to 50 ms and more on two cores.
 RECIPES = {
@@ -90,24 +87,3 @@ def candidates(analysis: Analysis, allocation: Allocation) -> tuple[Candidate, l
                 row.plan.plan_id, Candidate(name=name_of(row.plan), plan=row.plan, estimate_s=row.step_time_s)
             )
     return chosen, list(found.values())
-
-
-def measure(problem: Problem, batch: Any, plans: Sequence[Candidate], rounds: int, steps: int = 2) -> dict[str, Any]:
-    """Plan id -> seconds of a step, one number per round of some steps; all plans take turns."""
-    running = []
-    for candidate in plans:
-        program = compile_program(problem, candidate.plan)
-        running.append([candidate.plan.plan_id, program, program.init()])
-    times: dict[str, list[float]] = {c.plan.plan_id: [] for c in plans}
-    for turn in range(rounds + 1):
-        for entry in running:
-            plan_id, program, state = entry
-            began = time.perf_counter()
-            for _ in range(steps):
-                state, metrics = program.step(state, batch)
-                jax.block_until_ready(metrics)
-            jax.block_until_ready(state.stages)
-            entry[2] = state
-            if turn:
-                times[plan_id].append((time.perf_counter() - began) / steps)
-    return times

@@ -23,12 +23,13 @@ def write(name: str, *, title: str, lines: Sequence[str], data: Mapping[str, Any
     """Write ``name.json`` and ``name.md`` with the machine in both; print the Markdown."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "\n".join([f"# {title}", "", f"{describe()}.", "", *lines]) + "\n"
-    _replace(folder / f"{name}.json", json.dumps({"machine": describe(), **data}, indent=1) + "\n")
-    _replace(folder / f"{name}.md", text)
+    replace_text(folder / f"{name}.json", json.dumps({"machine": describe(), **data}, indent=1) + "\n")
+    replace_text(folder / f"{name}.md", text)
     print(text)
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
     part = path.with_suffix(path.suffix + ".part")
     part.write_text(text)
     os.replace(part, path)

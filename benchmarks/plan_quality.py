@@ -1,7 +1,7 @@
 """How good the chosen plan is: every plan of an enumerated space, measured beside it in interleaved rounds.
 
-The space is that of :mod:`benchmarks._plan_space`. All compiled plans of an allocation run in turn,
-round after round, in one process; the figure of a plan is the median of its steps.
+The space is that of :mod:`benchmarks._plan_space`, its steps those of :mod:`benchmarks._steps`, measured now
+or kept. The figure of a plan is the median of its rounds.
 
     python -m benchmarks.plan_quality [--recipe gpt_tiny]... [--on cpu:4]... [--rounds 7]
 """
@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from arena_jax.compiler import analyse
 from arena_jax.grid import Allocation
 from arena_jax.start import start_jax
 from benchmarks._machine import describe
-from benchmarks._plan_space import RECIPES, candidates, measure, problem_of
+from benchmarks._plan_space import RECIPES
 from benchmarks._report import RESULTS, table, write
+from benchmarks._steps import measure
 
 NAME = "plan_quality"
 ALLOCATIONS = ("cpu:2", "cpu:4", "cpu:8")
@@ -38,33 +38,29 @@ def by_hand(name: str, allocation: Allocation) -> str | None:
 
 
 def run(recipe: str, spec: str, rounds: int) -> dict[str, Any]:
-    problem, batch = problem_of(recipe)
-    allocation = Allocation.parse(spec)
-    chosen, plans = candidates(analyse(problem), allocation)
-    times = measure(problem, batch, plans, rounds)
-    seconds = {plan_id: float(np.median(t)) for plan_id, t in times.items()}
+    plans = measure(recipe, spec, rounds)
+    chosen, allocation = plans[0], Allocation.parse(spec)
     rows = [
         {
-            "plan": c.name,
-            "by_hand": by_hand(c.name, allocation),
-            "chosen": c is chosen,
-            "step_s": seconds[c.plan.plan_id],
-            "estimate_s": c.estimate_s,
+            "plan": p.name,
+            "by_hand": by_hand(p.name, allocation),
+            "chosen": p is chosen,
+            "step_s": p.step_s,
+            "estimate_s": p.estimate_s,
         }
-        for c in plans
+        for p in sorted(plans, key=lambda p: p.step_s)
     ]
-    rows.sort(key=lambda row: float(row["step_s"]))  # type: ignore[arg-type]
-    best, mine = rows[0]["step_s"], seconds[chosen.plan.plan_id]
-    hand = [row["step_s"] for row in rows if row["by_hand"]]
+    hand = [p.step_s for p in plans if by_hand(p.name, allocation)]
     return {
         "recipe": recipe,
         "allocation": spec,
-        "machine": describe(),
+        "machine": chosen.machine,
         "num_plans": len(rows),
+        "num_rounds": len(chosen.steps_s),
         "chosen": chosen.name,
         "best": rows[0]["plan"],
-        "share_of_best": best / mine,  # type: ignore[operator]
-        "against_by_hand": mine / min(hand) if hand else None,  # type: ignore[type-var]
+        "share_of_best": min(p.step_s for p in plans) / chosen.step_s,
+        "against_by_hand": chosen.step_s / min(hand) if hand else None,
         "plans": rows,
     }
 

@@ -2,7 +2,7 @@
 
 The plans are those of :mod:`benchmarks._plan_space`. Three parts, each resumable, which may run apart
 from each other: ``compile`` fills the compile cache, ``measure`` runs all plans of an allocation in
-turn and keeps every round, ``profile`` times the pieces as `arena-jax profile run` does. ``report``
+turn (:mod:`benchmarks._steps`), ``profile`` times the pieces as `arena-jax profile run` does. ``report``
 compares. Steps and pieces are kept under ``$ARENA_JAX_HOME``.
 
     python -m benchmarks.profile_accuracy [PART]... [--recipe gpt_tiny]... [--on cpu:4]... [--rounds 3]
@@ -14,12 +14,10 @@ import os
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import json
 import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,11 +25,11 @@ import numpy as np
 from arena_jax.compiler import analyse
 from arena_jax.compiler.cost import hardware_of
 from arena_jax.compiler.inter_op.grid_search import estimate_plan
-from arena_jax.grid import Allocation, Plan
-from arena_jax.home import home
+from arena_jax.grid import Allocation
 from arena_jax.start import start_jax
-from benchmarks._plan_space import RECIPES, Candidate, candidates, measure, name_of, problem_of
+from benchmarks._plan_space import RECIPES, problem_of
 from benchmarks._report import table, write
+from benchmarks._steps import kept, measure
 
 NAME = "profile_accuracy"
 ALLOCATIONS = ("cpu:1", "cpu:2", "cpu:4", "cpu:8")
@@ -41,49 +39,26 @@ WANTED = {"cpu:1": 0.05, "cpu:2": 0.08, "cpu:4": 0.15, "cpu:8": 0.15}
 SPREADS = 1.5
 
 
-def steps_path(recipe: str, spec: str) -> Path:
-    return home() / NAME / f"{recipe}-{spec.replace(':', '-')}.json"
-
-
-def measure_all(recipe: str, spec: str, rounds: int) -> None:
-    """Measure every plan of an allocation, or compile them where there are no rounds, unless that is done."""
-    path = steps_path(recipe, spec)
-    known = json.loads(path.read_text()) if path.exists() else []
-    if known and (not rounds or all(len(row["steps_s"]) >= rounds for row in known)):
-        return
-    problem, batch = problem_of(recipe)
-    if known:
-        plans = [
-            Candidate(name=row["name"], plan=Plan.from_json(json.loads(row["plan"])), estimate_s=0.0) for row in known
-        ]
-    else:
-        _, plans = candidates(analyse(problem), Allocation.parse(spec))
-    times = measure(problem, batch, plans, rounds, steps=1)
-    rows = [{"name": c.name, "plan": c.plan.dumps(), "steps_s": times[c.plan.plan_id]} for c in plans]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(rows))
-    print(f"{recipe} on {spec}: {len(rows)} plans, {rounds} rounds", flush=True)
-
-
 def compare(recipe: str, spec: str) -> list[dict[str, Any]]:
     """Estimate and measurement of every plan that was measured."""
+    plans = [p for p in kept(recipe, spec) if p.steps_s]
+    if not plans:
+        return []
     problem, _ = problem_of(recipe)
     analysis = analyse(problem)
     hardware = hardware_of(Allocation.parse(spec))
     rows = []
-    for row in json.loads(steps_path(recipe, spec).read_text()):
-        plan = Plan.from_json(json.loads(row["plan"]))
-        found = estimate_plan(analysis, plan, hardware)
-        step_s = float(np.median(row["steps_s"]))
+    for p in plans:
+        found = estimate_plan(analysis, p.plan, hardware)
         rows.append(
             {
                 "recipe": recipe,
                 "on": spec,
-                "plan": name_of(plan),
-                "step_s": step_s,
-                "spread": (max(row["steps_s"]) - min(row["steps_s"])) / 2 / step_s,
+                "plan": p.name,
+                "step_s": p.step_s,
+                "spread": p.spread,
                 "estimate_s": found.step_time_s,
-                "error": found.step_time_s / step_s - 1,
+                "error": found.step_time_s / p.step_s - 1,
                 "measured_share": found.measured_share,
                 "breakdown": dict(found.breakdown),
             }
@@ -152,15 +127,15 @@ def main() -> None:
     parts = args.parts or PARTS
     for recipe, spec in pairs:
         if "compile" in parts:
-            measure_all(recipe, spec, 0)
+            measure(recipe, spec, 0)
         if "measure" in parts:
-            measure_all(recipe, spec, args.rounds)
+            measure(recipe, spec, args.rounds)
         if "profile" in parts:
             command = [sys.executable, "-m", "arena_jax", "profile", "run", recipe, *RECIPES[recipe], "--on", spec]
             command += ["--budget", str(args.budget)] if args.budget is not None else []
             subprocess.run(command, check=True)
     if "report" in parts:
-        report([row for recipe, spec in pairs if steps_path(recipe, spec).exists() for row in compare(recipe, spec)])
+        report([row for recipe, spec in pairs for row in compare(recipe, spec)])
 
 
 if __name__ == "__main__":

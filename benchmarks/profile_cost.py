@@ -2,8 +2,8 @@
 
 Profiling times each piece once however many plans hold it, on one device. Running times every plan on
 all its devices. Both with the same number of repeats and the same warm-up. A second recipe that shares
-layers pays for the new ones only. Plans' steps are those that :mod:`benchmarks.profile_accuracy`
-measured, where it has; the others count as what they are estimated to take.
+layers pays for the new ones only. Plans' steps are those that :mod:`benchmarks._steps` keeps, where they
+were measured; the others count as what they are estimated to take.
 
     python -m benchmarks.profile_cost [--on cpu:8] [--recipe gpt_tiny] [--second bert_tiny] [--store FILE]
 """
@@ -14,14 +14,11 @@ import os
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import json
 import tempfile
 import time
 import warnings
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from arena_jax.compiler import analyse
 from arena_jax.compiler.cost import hardware_of
@@ -29,22 +26,15 @@ from arena_jax.compiler.profiling.pieces import pieces_of
 from arena_jax.compiler.profiling.profiler import REPEATS, profile
 from arena_jax.grid import Allocation, ProfileStore
 from arena_jax.start import start_jax
-from benchmarks._plan_space import RECIPES, candidates, problem_of
+from benchmarks._plan_space import RECIPES, problem_of
 from benchmarks._report import table, write
-from benchmarks.profile_accuracy import steps_path
+from benchmarks._steps import enumerated, kept
 
 NAME = "profile_cost"
 # Published for the system this one follows, as an average over its models.
 WANTED = 18.1
 # Runs before the repeats: one that compiles and fills caches, one that tells how long a run is.
 WARM_UP = 2
-
-
-def steps_of(recipe: str, spec: str) -> dict[str, float]:
-    """Name of a plan -> seconds of its step, as far as they were measured."""
-    path = steps_path(recipe, spec)
-    rows = json.loads(path.read_text()) if path.exists() else []
-    return {row["name"]: float(np.median(row["steps_s"])) for row in rows if row["steps_s"]}
 
 
 def profile_into(store: ProfileStore, recipe: str, spec: str) -> dict[str, Any]:
@@ -81,10 +71,9 @@ def main() -> None:
     start_jax(8)
     problem, _ = problem_of(args.recipe)
     allocation = Allocation.parse(args.on)
-    _, plans = candidates(analyse(problem), allocation)
-    known = steps_of(args.recipe, args.on)
-    times = [known.get(plan.name, plan.estimate_s) for plan in plans]
-    measured = sum(plan.name in known for plan in plans)
+    plans = kept(args.recipe, args.on) or enumerated(args.recipe, args.on, problem)
+    times = [plan.step_s if plan.steps_s else plan.estimate_s for plan in plans]
+    measured = sum(bool(plan.steps_s) for plan in plans)
     running_s = (REPEATS + WARM_UP) * allocation.num_devices * sum(times)
     with tempfile.TemporaryDirectory() as folder:
         store = ProfileStore(args.store or Path(folder) / "profiles.sqlite")
