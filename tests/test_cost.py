@@ -49,7 +49,8 @@ def test_what_was_measured_corrects_the_kind_it_was_measured_for() -> None:
 def test_a_convolution_on_this_cpu_runs_at_the_rate_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     from arena_jax.compiler import cpu
 
-    rates = {"cores": 2.0, "float32": 8e10, "float64": 4e10, "convolution": 2e10, "bytes_per_s": 1e12}
+    rates = {"cores": 2.0, "float32": 8e10, "float64": 4e10, "convolution": 2e10, "pass_bytes_per_s": 1e12}
+    rates["bytes_per_s"] = 1e12
     monkeypatch.setattr(cpu, "node_rates", lambda: rates)
     measured = hardware_of(Allocation.parse("cpu:2"))
     shape, flops = (1.0, 512.0, 512.0, 512.0), 2 * 512.0**3

@@ -194,7 +194,7 @@ def test_remeasured_cpu_is_planned_anew(plan, monkeypatch: pytest.MonkeyPatch) -
     from arena_jax.compiler import cpu
 
     def measured(speed: float) -> dict[str, Any]:
-        known = {"float32": 5e10, "float64": 2e10, "convolution": 2e10, "bytes_per_s": 1e10}
+        known = {"float32": 5e10, "float64": 2e10, "convolution": 2e10, "pass_bytes_per_s": 4e9, "bytes_per_s": 1e10}
         rates = {name: rate * speed for name, rate in known.items()}
         monkeypatch.setattr(cpu, "node_rates", lambda: rates)
         return plan("tiny.yaml", "--on", "cpu:2/s1")[1]

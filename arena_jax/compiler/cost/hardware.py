@@ -132,8 +132,7 @@ class Hardware:
 
     def fused_s(self, num_bytes: Floats) -> Floats:
         """Seconds for the bytes that work vectors count of operations that are no products."""
-        share = 1.0 if self.device.platform == "cpu" else self.efficiency.unfused_share
-        return self.memory_s(num_bytes) * share * self.correction("other")
+        return self.memory_s(num_bytes) * self.efficiency.unfused_share * self.correction("other")
 
     def correction(self, kind: str) -> float:
         """Measured over computed seconds of a kind, from its own measurements, else from layers or whole steps."""
@@ -161,10 +160,10 @@ def hardware_of(allocation: Allocation, catalogue: Catalogue = CATALOGUE) -> Har
     efficiency = FITTED if device.platform != "cpu" else _OF_CPU
     # A virtual type without rates of its own has its threads' share of this machine's.
     if device.platform == "cpu" and (device.threads is None or device.peak_flops == CATALOGUE["cpu"].peak_flops):
-        from arena_jax.compiler.cpu import convolution_share, measured_cpu
+        from arena_jax.compiler.cpu import convolution_share, measured_cpu, pass_share
 
         device = measured_cpu(device, allocation.num_devices)
-        efficiency = replace(_OF_CPU, conv_share=convolution_share())
+        efficiency = replace(_OF_CPU, conv_share=convolution_share(), unfused_share=pass_share())
     from arena_jax.compiler.profiling.measured import measured
 
     shared = device.platform == "cpu" and device.threads is None

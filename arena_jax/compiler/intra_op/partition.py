@@ -125,8 +125,15 @@ def _count(op: Op, share: float, local_bytes: float, work: w.Floats) -> None:
     if op.name not in _STREAMING:
         dtype = str(getattr(op.eqn.invars[0].aval, "dtype", "")) if op.eqn.invars else ""
         work[w.flops_at(dtype)] += times * eqn_flops(op.eqn) * share
-    # XLA fuses chains of elementwise operations: about one write in three reaches memory.
-    work[w.MOVED] += times * local_bytes / (3 if op.name in ELEMENTWISE else 1)
+    work[w.MOVED] += times * passed_bytes(op.name, local_bytes)
+
+
+def passed_bytes(name: str, num_bytes: float) -> float:
+    """Bytes that count of an operation's results. XLA fuses chains of elementwise operations: about one write in
+    three reaches memory."""
+    if name in _FREE:
+        return 0.0
+    return num_bytes / (3 if name in ELEMENTWISE else 1)
 
 
 def stacked_work(parts: Sequence[Partitioned], times: float) -> w.Floats:
