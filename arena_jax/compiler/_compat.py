@@ -106,6 +106,26 @@ def inputs_behind(jaxpr: Any, atom: Any) -> list[bool]:
     return list(used)
 
 
+def explain_missing_sharding(explain: bool) -> None:
+    """Whether ``tracer.sharding``, an ``AttributeError`` in any case, first finds out where the tracer comes from.
+
+    Nobody sees what it finds: ``Tracer.__getattr__`` answers in its place.
+    """
+    tracer: Any = partial_eval.DynamicJaxprTracer
+    if explain:
+        if tracer.__dict__.get("sharding") is _NO_SHARDING:
+            del tracer.sharding
+    elif "sharding" not in tracer.__dict__:
+        tracer.sharding = _NO_SHARDING
+
+
+def _no_sharding(tracer: Any) -> Any:
+    raise AttributeError("sharding")
+
+
+_NO_SHARDING = property(_no_sharding)
+
+
 def written_at(eqn: Any) -> str:
     """``file.py:12 (function)``: the user's line that an equation comes from."""
     return str(source_info_util.summarize(eqn.source_info))

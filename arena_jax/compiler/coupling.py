@@ -7,10 +7,10 @@ normaliser that depends on the batch) couples.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from arena_jax.compiler import _compat
-from arena_jax.compiler.dims import rule_of
+from arena_jax.compiler.dims import RuleBook
 from arena_jax.compiler.trace import Trace
 
 # What is known of a value, by increasing dependence.
@@ -43,27 +43,34 @@ class _Value:
         self.dim = dim
 
 
+class _Rows(NamedTuple):
+    """Rows of the batch, and how equations treat dims."""
+
+    num: int
+    rules: RuleBook
+
+
 def couples_samples(trace: Trace) -> str:
     """Say what couples samples, as one phrase; an empty string when nothing does."""
     env: dict[Any, _Value] = {var: _Value(_FREE) for var in trace.jaxpr.invars}
     for var, has_rows in zip(trace.batch_vars, trace.batch_has_rows, strict=True):
         env[var] = _Value(_ROWS, 0) if has_rows else _Value(_FREE)
     reasons: dict[str, None] = {}
-    _walk(trace.jaxpr, env, reasons, trace.rows)
+    _walk(trace.jaxpr, env, reasons, _Rows(trace.rows, trace.rules))
     for atom, what in zip(trace.loss_atoms, ("loss", "weight of the loss"), strict=True):
         if not isinstance(atom, _compat.Literal) and env[atom].status == _COUPLED:
             reasons.setdefault(f"the {what} combines samples beyond a sum")
     return next(iter(reasons), "")
 
 
-def _walk(jaxpr: Any, env: dict[Any, _Value], reasons: dict[str, None], rows: int) -> None:
+def _walk(jaxpr: Any, env: dict[Any, _Value], reasons: dict[str, None], rows: _Rows) -> None:
     for eqn in jaxpr.eqns:
         inputs = [_Value(_FREE) if isinstance(a, _compat.Literal) else env[a] for a in eqn.invars]
         for var, value in zip(eqn.outvars, _flow(eqn, inputs, reasons, rows), strict=True):
             env[var] = value
 
 
-def _flow(eqn: Any, inputs: Sequence[_Value], reasons: dict[str, None], rows: int) -> list[_Value]:
+def _flow(eqn: Any, inputs: Sequence[_Value], reasons: dict[str, None], rows: _Rows) -> list[_Value]:
     name = eqn.primitive.name
     if name in _RANDOM:
         reasons.setdefault("random keys (dropout) give each microbatch its own numbers")
@@ -100,8 +107,8 @@ def _after_sum(name: str, inputs: Sequence[_Value]) -> int:
     return _COUPLED
 
 
-def _through_rule(eqn: Any, inputs: Sequence[_Value], rows: int) -> list[_Value]:
-    rule = rule_of(eqn)
+def _through_rule(eqn: Any, inputs: Sequence[_Value], rows: _Rows) -> list[_Value]:
+    rule = rows.rules.rule_of(eqn)
     coupled = [_Value(_COUPLED)] * len(eqn.outvars)
     if rule is None:
         return coupled
@@ -113,7 +120,7 @@ def _through_rule(eqn: Any, inputs: Sequence[_Value], rows: int) -> list[_Value]
             return coupled
         dim = dims[value.dim]
         # Rows are the major part of their dim. A regrouping that splits them mixes them with what follows.
-        if not dim or rule.sizes[dim[0]] % rows:
+        if not dim or rule.sizes[dim[0]] % rows.num:
             return coupled
         factors.add(dim[0])
     if len(factors) > 1 or factors & rule.fixed:
@@ -131,7 +138,7 @@ def _through_rule(eqn: Any, inputs: Sequence[_Value], rows: int) -> list[_Value]
     return out
 
 
-def _body(eqn: Any, inputs: Sequence[_Value], rows: int) -> Any:
+def _body(eqn: Any, inputs: Sequence[_Value], rows: _Rows) -> Any:
     """Body of a call, scan or custom rule, with its environment and how its results come out."""
     name = eqn.primitive.name
     if name == "scan":
@@ -159,7 +166,7 @@ def _body(eqn: Any, inputs: Sequence[_Value], rows: int) -> Any:
     return jaxpr, _bind(jaxpr, inputs), list
 
 
-def _settle(jaxpr: Any, inner: list[_Value], num_consts: int, num_carry: int, rows: int) -> list[_Value]:
+def _settle(jaxpr: Any, inner: list[_Value], num_consts: int, num_carry: int, rows: _Rows) -> list[_Value]:
     """Raise the carry until another iteration changes nothing."""
     current = list(inner)
     for _ in range(4):

@@ -5,6 +5,7 @@ of a kernel that has been described, or of a loop or branch from the rules of wh
 """
 
 import math
+from collections.abc import Hashable
 from typing import Any
 
 from arena_jax.compiler import _compat
@@ -18,7 +19,7 @@ from arena_jax.compiler.rules.reductions import REDUCTIONS as REDUCTIONS
 from arena_jax.compiler.rules.rule import RULES, Dims, shape_of
 from arena_jax.compiler.rules.rule import Rule as Rule
 
-__all__ = ["CUMULATIVE", "ELEMENTWISE", "REDUCTIONS", "SOURCES", "Rule", "rule_of", "unknown_primitives"]
+__all__ = ["CUMULATIVE", "ELEMENTWISE", "REDUCTIONS", "SOURCES", "Rule", "RuleBook", "rule_of", "unknown_primitives"]
 
 # Imported for what they register.
 _FAMILIES = (indexing, linear, products, shapes)
@@ -40,14 +41,40 @@ def rule_of(eqn: Any) -> Rule | None:
     return rule if rule is not None and _fits(rule, eqn) else None
 
 
-def unknown_primitives(jaxpr: Any) -> list[str]:
+class RuleBook:
+    """Rules of a program's equations; equal equations, as repeated layers have them, are looked at once.
+
+    Rules read an equation's primitive, parameters and shapes, nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Rule | None] = {}
+
+    def rule_of(self, eqn: Any) -> Rule | None:
+        """As :func:`rule_of`; not to be changed."""
+        try:
+            signature = _signature(eqn)
+            if signature not in self._known:
+                self._known[signature] = rule_of(eqn)
+            return self._known[signature]
+        except TypeError:  # a parameter that has no hash
+            return rule_of(eqn)
+
+
+def _signature(eqn: Any) -> Hashable:
+    shapes = tuple([shape_of(atom) for atom in (*eqn.invars, *eqn.outvars)])
+    return eqn.primitive, len(eqn.invars), shapes, frozenset(eqn.params.items())
+
+
+def unknown_primitives(jaxpr: Any, rules: RuleBook | None = None) -> list[str]:
     """Names of what nobody described, bodies of calls and loops included, in order of appearance."""
+    rules = rules or RuleBook()
     found: dict[str, None] = {}
     for eqn in jaxpr.eqns:
         bodies = _bodies(eqn)
         for body in bodies:
-            found.update(dict.fromkeys(unknown_primitives(body)))
-        if not bodies and rule_of(eqn) is None:
+            found.update(dict.fromkeys(unknown_primitives(body, rules)))
+        if not bodies and rules.rule_of(eqn) is None:
             name = eqn.primitive.name
             found[f"{name} {kernel_names(eqn)[0]!r}" if name in KERNELS else name] = None
     return list(found)

@@ -19,6 +19,7 @@ from arena_jax.compiler._compat import is_key, mesh_in_use
 from arena_jax.compiler.annotations import AxisRules, DimNames, Required, annotation_of, pinned
 from arena_jax.compiler.meshless import names_a_mesh, run_without_mesh
 from arena_jax.compiler.model_tree import ParameterTree, is_array_tree, loss_of_tree
+from arena_jax.compiler.tracing import quick_tracing
 from arena_jax.errors import ModelError, UsageError
 from arena_jax.grid import Precision
 
@@ -121,7 +122,8 @@ class Problem:
     def optimizer_struct(self) -> PyTree:
         """Abstract optimizer state."""
         try:
-            return jax.eval_shape(self.optimizer.init, self.params_struct)
+            with quick_tracing():
+                return jax.eval_shape(self.optimizer.init, self.params_struct)
         except Exception as error:
             raise ModelError(f"the optimizer's init failed on these parameters: {error}") from error
 
@@ -288,7 +290,8 @@ def _abstract_model(model: Any, seed: int) -> tuple[Callable[[nnx.Rngs], nnx.Mod
         graphdefs.append(graphdef)
         return state
 
-    state = jax.eval_shape(split)
+    with quick_tracing():
+        state = jax.eval_shape(split)
     return make, nnx.merge(graphdefs[-1], state)
 
 

@@ -22,10 +22,11 @@ from flax import nnx
 
 from arena_jax.compiler import _compat
 from arena_jax.compiler.annotations import Annotations, required_in
-from arena_jax.compiler.dims import unknown_primitives
+from arena_jax.compiler.dims import RuleBook, unknown_primitives
 from arena_jax.compiler.effects import check_effects
 from arena_jax.compiler.meshless import names_a_mesh, run_without_mesh
 from arena_jax.compiler.problem import FROZEN, PARAMS, STATE, Leaf, Problem, path_name
+from arena_jax.compiler.tracing import quick_tracing
 from arena_jax.errors import ArenaError, ModelError
 from arena_jax.values import Last, Sum, Weighted
 
@@ -76,6 +77,11 @@ class Trace:
         names = [*(leaf.name for leaf in self.leaves), *(f"batch {n}" for n in self.batch_names), *consts]
         return dict(zip(self.jaxpr.invars, names, strict=True))
 
+    @cached_property
+    def rules(self) -> RuleBook:
+        """Sharding rules of the equations."""
+        return RuleBook()
+
     @property
     def leaf_vars(self) -> list[Any]:
         return self.jaxpr.invars[: len(self.leaves)]
@@ -117,12 +123,12 @@ def trace_loss(problem: Problem, num_microbatches: int = 1) -> Trace:
         raise ArenaError(f"a batch of {problem.global_batch} does not split into {num_microbatches} microbatches")
     trace = _trace(problem, problem.graphdef, rows)
     if num_microbatches == 1:  # as plans are made from; others are the same at another size
-        _warn_of_unknown(trace.jaxpr)
+        _warn_of_unknown(trace)
     return trace
 
 
-def _warn_of_unknown(jaxpr: Any) -> None:
-    unknown = unknown_primitives(jaxpr)
+def _warn_of_unknown(trace: Trace) -> None:
+    unknown = unknown_primitives(trace.jaxpr, trace.rules)
     if unknown:
         warnings.warn(
             f"every device runs all of what is not known to be divisible: {', '.join(unknown)}"
@@ -136,6 +142,7 @@ def trace_eval(problem: Problem, rows: int) -> Trace:
     return _trace(problem, problem.eval_graphdef, rows)
 
 
+@quick_tracing()
 def _trace(problem: Problem, graphdef: Any, rows: int) -> Trace:
     seen: dict[str, Any] = {}
 
