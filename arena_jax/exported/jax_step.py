@@ -90,60 +90,29 @@ def init_optimizer(optimizer: Any, params: Any, mesh: Mesh, stage: int = 0) -> A
     return jax.jit(optimizer.init, out_shardings=shardings)(params)
 
 
-def make_train_step(loss_fn: Callable[..., Any], optimizer: Any, mesh: Mesh) -> Callable[..., Any]:
+def make_train_step(
+    loss_fn: Callable[..., Any], optimizer: Any, mesh: Mesh, *, independent_rows: bool = False
+) -> Callable[..., Any]:
     """``(params, opt_state, state, batch) -> (params, opt_state, state, loss)``, compiled on its first call.
 
     The batch comes from :func:`place_batch`; the other arguments are donated. Gradients and losses of the
     microbatches are summed and divided once, so the result is that of the plan's own runtime.
+
+    Args:
+        independent_rows: you know that no row of the batch affects what another adds to the loss or to
+            ``state``: no batch statistics, no dropout, no expert capacity, a mean over rows or ``(sum, weight)``.
+            With several microbatches each part of dp then sums the gradients of its own rows, and they are
+            reduced once a step, which the plan's own runtime does where it finds this to be so.
     """
     if len(PLAN["stages"]) != 1:
         raise ValueError(
             f"a plan of {len(PLAN['stages'])} stages has no step of one program; see the head of this file"
         )
-    part, precision = PLAN["stages"][0], PLAN["precision"]
-    num_microbatches = PLAN["num_microbatches"]
-    planned = _Planned(loss_fn, mesh, part)
-
-    def gradients(params: Any, state: Any, rows: Any) -> Any:
-        def total_of(params: Any) -> Any:
-            loss, after = planned(_cast(params, precision["compute"]), state, _cast(rows, precision["compute"]))
-            total, weight = loss if isinstance(loss, tuple) else (loss, 1.0)
-            dtype = jnp.promote_types(precision["output"], jnp.result_type(total))
-            return jnp.asarray(total, dtype), (jnp.asarray(weight, dtype), after)
-
-        (total, (weight, after)), found = jax.value_and_grad(total_of, has_aux=True)(params)
-        return found, total, weight, after
-
-    def add(sums: Any, found: Any, shardings: Any) -> Any:
-        return jax.tree.map(lambda s, g, at: _constrain(s + g.astype(s.dtype), at), sums, found, shardings)
+    num_shards = _num_row_shards() if independent_rows else 1
+    gradients = _gradients(loss_fn, mesh, num_shards)
 
     def step(params: Any, opt_state: Any, state: Any, batch: Any) -> Any:
-        lie = _shardings(params, mesh, gradient_spec, 0)
-        zeros = jax.tree.map(
-            lambda p: jnp.zeros(p.shape, jnp.promote_types(precision["accumulation"], p.dtype)), params
-        )
-        sums = jax.tree.map(_constrain, zeros, lie)
-        if num_microbatches == 1:
-            found, total, weight, state = gradients(params, state, batch)
-            sums = add(sums, found, lie)
-        else:
-            leaves, tree = jax.tree.flatten(batch)
-            has_rows = [jnp.ndim(x) > 0 for x in leaves]
-
-            def body(carry: Any, rows: Any) -> Any:
-                sums, total, weight, state = carry
-                given = iter(rows)
-                part = [next(given) if rowed else x for x, rowed in zip(leaves, has_rows, strict=True)]
-                found, more, heavier, state = gradients(params, state, jax.tree.unflatten(tree, part))
-                return (add(sums, found, lie), total + more, weight + heavier, state), None
-
-            rows = [x for x, rowed in zip(leaves, has_rows, strict=True) if rowed]
-            one = [x[0] for x in rows]
-            given = iter(one)
-            example = jax.tree.unflatten(tree, [next(given) if r else x for x, r in zip(leaves, has_rows, strict=True)])
-            _, total, weight, _ = jax.eval_shape(gradients, params, state, example)
-            start = (sums, jnp.zeros((), total.dtype), jnp.zeros((), weight.dtype), state)
-            (sums, total, weight, state), _ = lax.scan(body, start, rows)
+        sums, total, weight, state = _summed(gradients, params, state, batch, mesh, num_shards)
         mean = jax.tree.map(lambda s, p: (s / weight.astype(s.dtype)).astype(p.dtype), sums, params)
         held = _optimizer_shardings(opt_state, params, mesh, 0)
         updates, opt_state = optimizer.update(mean, opt_state, params)
@@ -152,6 +121,94 @@ def make_train_step(loss_fn: Callable[..., Any], optimizer: Any, mesh: Mesh) -> 
         return params, jax.tree.map(_constrain, opt_state, held), state, total / weight
 
     return jax.jit(step, donate_argnums=(0, 1, 2))
+
+
+def _num_row_shards() -> int:
+    """Parts of dp that can sum gradients of their own; 1 where gradients are reduced in every microbatch."""
+    part, num_microbatches = PLAN["stages"][0], PLAN["num_microbatches"]
+    over_dp = any("dp" in _axes(dim) for spec in part["parameters"].values() for dim in spec)
+    rows = PLAN["global_batch"] // num_microbatches
+    able = num_microbatches > 1 and part["zero"] < 2 and not over_dp and rows % part["dp"] == 0
+    return part["dp"] if able else 1
+
+
+def _gradients(loss_fn: Callable[..., Any], mesh: Mesh, num_shards: int) -> Callable[..., Any]:
+    """``(params, state, rows) -> (gradients, loss sum, weight, state)`` of one microbatch.
+
+    With several shards the parameters have a leading dim of them, and so have gradients, loss sum and weight.
+    """
+    precision = PLAN["precision"]
+    planned = _Planned(loss_fn, mesh, PLAN["stages"][0], inside_dp=num_shards > 1)
+
+    def evaluate(params: Any, state: Any, rows: Any) -> Any:
+        loss, after = planned(_cast(params, precision["compute"]), state, _cast(rows, precision["compute"]))
+        total, weight = loss if isinstance(loss, tuple) else (loss, 1.0)
+        dtype = jnp.promote_types(precision["output"], jnp.result_type(total))
+        return jnp.asarray(total, dtype), jnp.asarray(weight, dtype), after
+
+    def shard_by_shard(params: Any, state: Any, rows: Any) -> Any:
+        tree: Any
+        leaves, tree = jax.tree.flatten(rows)
+        at = [0 if jnp.ndim(x) else None for x in leaves]
+        parts = [_over_shards(x.reshape(num_shards, -1, *x.shape[1:]), mesh) if jnp.ndim(x) else x for x in leaves]
+        # Of state that rows affect there is more than one, which vmap refuses.
+        over_dp = jax.vmap(evaluate, (0, None, tree.unflatten(at)), (0, 0, None), spmd_axis_name="dp")
+        return over_dp(params, state, tree.unflatten(parts))
+
+    def of_microbatch(params: Any, state: Any, rows: Any) -> Any:
+        def total_of(params: Any) -> Any:
+            found = (evaluate if num_shards == 1 else shard_by_shard)(params, state, rows)
+            return found[0].sum(), found
+
+        (_, (total, weight, after)), found = jax.value_and_grad(total_of, has_aux=True)(params)
+        return found, total, weight, after
+
+    return of_microbatch
+
+
+def _summed(gradients: Callable[..., Any], params: Any, state: Any, batch: Any, mesh: Mesh, num_shards: int) -> Any:
+    """Sums over the microbatches of gradients, loss and weight, and the new state."""
+    at = _shardings(params, mesh, gradient_spec, 0)
+    whole = at
+    if num_shards > 1:
+        at = jax.tree.map(lambda s: NamedSharding(mesh, PartitionSpec("dp", *s.spec)), whole)
+        params = jax.tree.map(lambda p: _over_shards(jnp.broadcast_to(p, (num_shards, *p.shape)), mesh), params)
+
+    def add(sums: Any, found: Any) -> Any:
+        return jax.tree.map(lambda s, g, at: _constrain(s + g.astype(s.dtype), at), sums, found, at)
+
+    accumulation = PLAN["precision"]["accumulation"]
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(accumulation, p.dtype)), params)
+    sums = jax.tree.map(_constrain, zeros, at)
+    if PLAN["num_microbatches"] == 1:
+        found, total, weight, state = gradients(params, state, batch)
+        return add(sums, found), total, weight, state
+    tree: Any
+    leaves, tree = jax.tree.flatten(batch)
+
+    def microbatch(rows: Any) -> Any:
+        given = iter(rows)
+        return tree.unflatten([next(given) if jnp.ndim(x) else x for x in leaves])
+
+    def body(carry: Any, rows: Any) -> Any:
+        sums, total, weight, state = carry
+        found, more, heavier, state = gradients(params, state, microbatch(rows))
+        return (add(sums, found), total + more, weight + heavier, state), None
+
+    rows = [x for x in leaves if jnp.ndim(x)]
+    _, total, weight, _ = jax.eval_shape(gradients, params, state, microbatch([x[0] for x in rows]))
+    start = (sums, jnp.zeros(total.shape, total.dtype), jnp.zeros(weight.shape, weight.dtype), state)
+    (sums, total, weight, state), _ = lax.scan(body, start, rows)
+    if num_shards > 1:
+        sums = jax.tree.map(lambda s, at: _constrain(s.sum(0), at), sums, whole)
+        total, weight = total.sum(), weight.sum()
+    return sums, total, weight, state
+
+
+def _over_shards(value: Any, mesh: Mesh) -> Any:
+    """A value whose first dim counts the parts of dp; how the rest of it lies is XLA's choice."""
+    spec = PartitionSpec("dp", *(PartitionSpec.UNCONSTRAINED,) * (value.ndim - 1))
+    return lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
 
 
 def _cast(tree: Any, dtype: str | None) -> Any:
@@ -170,12 +227,17 @@ def _constrain(value: Any, sharding: NamedSharding) -> Any:
 # Specs.
 
 
+def _axes(dim: Any) -> tuple[str, ...]:
+    """The mesh axes of one dim of a spec, major first."""
+    return (dim,) if isinstance(dim, str) else tuple(dim or ())
+
+
 def _fitting(spec: Sequence[Any], shape: Sequence[int], stage: int) -> PartitionSpec:
     """The spec, less the axes that do not divide their dim."""
     part = PLAN["stages"][stage]
     dims = []
     for dim, axes in zip(shape, [*spec, *[None] * len(shape)], strict=False):
-        names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        names = _axes(axes)
         size = int(np.prod([part[name] for name in names])) if names else 1
         dims.append((axes if isinstance(axes, str) else names) if size > 1 and dim % size == 0 else None)
     return PartitionSpec(*dims)
@@ -184,7 +246,7 @@ def _fitting(spec: Sequence[Any], shape: Sequence[int], stage: int) -> Partition
 def _over_dp(spec: PartitionSpec, shape: Sequence[int], stage: int) -> PartitionSpec:
     """Also over dp: the largest dim that is whole and that dp divides."""
     dp = PLAN["stages"][stage]["dp"]
-    used = {axis for dim in spec for axis in ((dim,) if isinstance(dim, str) else dim or ())}
+    used = {axis for dim in spec for axis in _axes(dim)}
     dims = [*spec, *[None] * (len(shape) - len(spec))]
     free = [i for i, dim in enumerate(dims) if dim is None and shape[i] % dp == 0 and shape[i] >= dp]
     if dp == 1 or "dp" in used or not free:
@@ -228,11 +290,16 @@ _REMAT = {"remat2", "checkpoint", "remat"}
 class _Planned:
     """A function whose named values are constrained, and whose layers are recomputed where the plan says so."""
 
-    def __init__(self, function: Callable[..., Any], mesh: Mesh, part: dict[str, Any]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], mesh: Mesh, part: dict[str, Any], *, inside_dp: bool = False
+    ) -> None:
         self.function, self.mesh = function, mesh
         self.remat = part["remat"]
         self.num_layers = part["layers"][1] - part["layers"][0] + 1
         self.specs = part["activations"] if mesh.size > 1 else {}
+        if inside_dp:  # what is left of a spec for one part of dp
+            left = {key: [[a for a in _axes(dim) if a != "dp"] for dim in spec] for key, spec in self.specs.items()}
+            self.specs = {key: [dim or None for dim in spec] for key, spec in left.items()}
         self.prefixes = set()
         for key in self.specs:
             prefix = re.split("[:<]", key)[0]
