@@ -79,6 +79,7 @@ class Problem:
         global_batch: rows of the global batch.
         optimizer: any optax transformation.
         precision: dtype policy of the run.
+        trainable: an nnx filter of what gets a gradient; ``None`` for all floating parameters.
         seed: seed of the model's ``nnx.Rngs``.
         mesh: what the caller had set as jax's mesh, ``None`` for none: the loss is traced under it, and
             nothing else runs under it.
@@ -95,9 +96,9 @@ class Problem:
     precision: Precision
     seed: int
     graphdef: Any = field(repr=False)
-    eval_graphdef: Any = field(repr=False)
     treedefs: Mapping[str, Any] = field(repr=False)
     batch_treedef: Any = field(repr=False)
+    trainable: Any = field(repr=False)
     make_values: Callable[[nnx.Rngs], list[Any]] = field(repr=False)
     concrete: bool = False
     mesh: Any = field(default=None, repr=False)
@@ -117,6 +118,14 @@ class Problem:
     def params_struct(self) -> PyTree:
         """The trainable parameters as the abstract ``nnx.State`` that optax sees."""
         return self.treedefs[PARAMS].unflatten([leaf.struct for leaf in self.of_kind(PARAMS)])
+
+    @cached_property
+    def eval_graphdef(self) -> Any:
+        """The graph definition of the same model in ``.eval()`` mode; the caller's stays as it was."""
+        states = [self.treedefs[kind].unflatten([leaf.struct for leaf in self.of_kind(kind)]) for kind in KINDS]
+        copy = nnx.merge(self.graphdef, *states)
+        copy.eval()
+        return nnx.split(copy, *_filters(self.trainable))[0]
 
     @cached_property
     def optimizer_struct(self) -> PyTree:
@@ -145,6 +154,7 @@ class Problem:
         return replace(self, global_batch=global_batch)
 
 
+@quick_tracing()
 def make_problem(
     model: nnx.Module | PyTree | Callable[[nnx.Rngs], nnx.Module | PyTree],
     optimizer: optax.GradientTransformation,
@@ -230,9 +240,9 @@ def make_problem(
         precision=precision,
         seed=seed,
         graphdef=graphdef,
-        eval_graphdef=_eval_graphdef(graphdef, states, filters),
         treedefs=treedefs,
         batch_treedef=batch_treedef,
+        trainable=trainable,
         make_values=make_values if mesh is None or concrete else _off_mesh(make_values, seed),
         concrete=concrete,
         mesh=mesh,
@@ -290,8 +300,7 @@ def _abstract_model(model: Any, seed: int) -> tuple[Callable[[nnx.Rngs], nnx.Mod
         graphdefs.append(graphdef)
         return state
 
-    with quick_tracing():
-        state = jax.eval_shape(split)
+    state = jax.eval_shape(split)
     return make, nnx.merge(graphdefs[-1], state)
 
 
@@ -330,13 +339,6 @@ def _filters(trainable: Any) -> tuple[Any, Any, Any]:
 
     wrt = nnx.All(nnx.Param, is_floating) if trainable is None else nnx.All(nnx.Param, is_floating, trainable)
     return wrt, nnx.All(nnx.Param, nnx.Not(wrt)), nnx.Not(nnx.Param)
-
-
-def _eval_graphdef(graphdef: Any, states: list[Any], filters: tuple[Any, ...]) -> Any:
-    """The graph definition of the same model in ``.eval()`` mode; the caller's stays as it was."""
-    copy = nnx.merge(graphdef, *states)
-    copy.eval()
-    return nnx.split(copy, *filters)[0]
 
 
 def _parameter_dtype(value: Any, precision: Precision) -> Any:

@@ -11,6 +11,7 @@ from arena_jax.compiler.job_key import job_key
 from arena_jax.compiler.problem import Problem
 from arena_jax.compiler.search import check_pins, grids_of_targets, plan_problem
 from arena_jax.compiler.trace import trace_loss
+from arena_jax.compiler.tracing import quick_tracing
 from arena_jax.errors import ArenaError
 from arena_jax.grid import (
     CATALOGUE,
@@ -80,12 +81,13 @@ class StoredSearch:
         check_pins(self.problem, constraints, num_microbatches)
         grids = grids_of_targets(targets, constraints)
         # Where one number of microbatches serves all grids, no grid can be planned without the others.
-        together = num_microbatches is None and self.coupled
-        known: dict[GridShape, IndexRow] = {}
-        if self._store is not None:
-            for group in [grids] if together else _by_type(grids):
-                key = self._key(group, constraints, num_microbatches)
-                known |= {row.grid: row for row in self._store.index(key) if row.grid in group}
+        with quick_tracing():
+            together = num_microbatches is None and self.coupled
+            known: dict[GridShape, IndexRow] = {}
+            if self._store is not None:
+                for group in [grids] if together else _by_type(grids):
+                    key = self._key(group, constraints, num_microbatches)
+                    known |= {row.grid: row for row in self._store.index(key) if row.grid in group}
         missing = [grid for grid in grids if grid not in known]
         found: PlanIndex | None = None
         interrupted = False

@@ -116,6 +116,7 @@ class Trace:
         return hashlib.blake2b((names + text).encode(), digest_size=8).hexdigest()
 
 
+@quick_tracing()
 def trace_loss(problem: Problem, num_microbatches: int = 1) -> Trace:
     """Trace the training loss at the size of one microbatch."""
     rows = problem.rows_of(num_microbatches)
