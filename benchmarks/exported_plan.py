@@ -10,6 +10,7 @@ whole result.
 
 import argparse
 import importlib.util
+import json
 import os
 import tempfile
 import warnings
@@ -29,7 +30,7 @@ from arena_jax.recipe import load_recipe
 from arena_jax.runtime import compile_program
 from arena_jax.start import start_jax
 from benchmarks._pairs import interleave
-from benchmarks._report import table, write
+from benchmarks._report import RESULTS, table, write
 from benchmarks.plan_quality import RECIPES
 
 NAME = "exported_plan"
@@ -128,7 +129,16 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     start_jax(8)
-    results = [compare(r, on, args.pairs) for r in args.recipe or RECIPES for on in args.on or ALLOCATIONS]
+    path = RESULTS / f"{NAME}.json"
+    known = json.loads(path.read_text())["results"] if path.exists() else []
+    found = {(r["recipe"], r["on"]): r for r in known}
+    for recipe in args.recipe or RECIPES:
+        for on in args.on or ALLOCATIONS:
+            found[recipe, on] = compare(recipe, on, args.pairs)
+            report(list(found.values()))
+
+
+def report(results: list[dict[str, Any]]) -> None:
     rows = [
         [
             r["recipe"],
