@@ -29,6 +29,7 @@ from arena_jax.job import Job, build
 from arena_jax.recipe import load_recipe
 from arena_jax.runtime import compile_program
 from arena_jax.start import start_jax
+from arena_jax.values import Weighted
 from benchmarks._pairs import interleave
 from benchmarks._report import RESULTS, table, write
 from benchmarks.plan_quality import RECIPES
@@ -62,6 +63,7 @@ class Exported:
             model = nnx.merge(graphdef, params, state)
             value = job.loss_fn(model, batch)
             loss = value[0] if isinstance(value, tuple) and isinstance(value[1], dict) else value
+            loss = (loss.sum, loss.weight) if isinstance(loss, Weighted) else loss
             return loss, nnx.state(model, nnx.Not(nnx.Param))
 
         mesh = module.make_mesh()
