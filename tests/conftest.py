@@ -5,11 +5,12 @@ so that tests of the parts without jax stay fast and started processes inherit t
 import os
 import shutil
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.cheap_xla import XLA_FLAGS
 
 NUM_CPU_DEVICES = 8
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,11 +18,6 @@ ROOT = Path(__file__).resolve().parents[1]
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci" if os.environ.get("CI") else "default")
-
-# Cheaper passes of XLA: programs here run a few times only, and compile three times as fast.
-XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-if version("jaxlib").startswith("0.10."):  # later ones end the process at a flag they do not know
-    XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 # A file is one worker's. Those that take minutes come first, so that no worker is left with one at the end.
 LONG_FILES = (

@@ -14,14 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.cheap_xla import XLA_FLAGS
+
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "benchmarks" / "results" / "strangers"
-# Cheaper passes of XLA: a program here runs three times.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": "2",
     "JAX_ENABLE_X64": "1",
-    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    "XLA_FLAGS": XLA_FLAGS,
 }
 
 
