@@ -46,10 +46,10 @@ def test_what_was_measured_corrects_the_kind_it_was_measured_for() -> None:
     assert corrected.op_s("reduce", *args) == hardware.op_s("reduce", *args)
 
 
-def test_a_convolution_on_this_cpu_runs_at_the_rate_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_cpu_computes_at_the_rates_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     from arena_jax.compiler import cpu
 
-    rates = {"cores": 2.0, "float32": 8e10, "float64": 4e10, "convolution": 2e10, "pass_bytes_per_s": 1e12}
+    rates = {"cores": 2.0, "float32": 8e10, "float64": 4e10, "convolution": 2e10, "pass_bytes_per_s": 5e9}
     rates["bytes_per_s"] = 1e12
     monkeypatch.setattr(cpu, "node_rates", lambda: rates)
     measured = hardware_of(Allocation.parse("cpu:2"))
@@ -57,6 +57,8 @@ def test_a_convolution_on_this_cpu_runs_at_the_rate_that_was_measured(monkeypatc
     seconds = {kind: measured.op_s(kind, "float32", flops, 0.0, shape) - measured.launch_s for kind in ("dot", "conv")}
     assert seconds["dot"] == pytest.approx(flops / 4e10)  # its half of the node
     assert seconds["conv"] == pytest.approx(flops / 1e10)
+    assert measured.fused_s(np.array([1e9])) == pytest.approx(1e9 / 2.5e9)
+    assert measured.memory_s(np.array([1e9])) == pytest.approx(1e9 / 5e11)
 
 
 @pytest.mark.parametrize("name", GPUS)

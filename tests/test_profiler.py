@@ -20,6 +20,7 @@ from arena_jax.compiler.cost.pieces import BOTH
 from arena_jax.compiler.cost.pieces import Pieces as KnownPieces
 from arena_jax.compiler.inter_op.grid_search import estimate_plan, plan_grid
 from arena_jax.compiler.profiling import profiler
+from arena_jax.compiler.profiling.cores import on_cores
 from arena_jax.compiler.profiling.pieces import Pieces, pieces_of
 from arena_jax.compiler.profiling.profiler import Outcome, profile
 from arena_jax.errors import ArenaError
@@ -180,11 +181,24 @@ def test_a_clock_that_jumps_back_makes_no_old_number_new(own_home: Path) -> None
     assert store.prune(older_than_s=10) == 0
 
 
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core beside")
+def test_other_cores_are_at_work_while_a_piece_is_timed() -> None:
+    me, mine = os.getpid(), os.sched_getaffinity(0)
+    children = Path(f"/proc/{me}/task/{me}/children")
+    before = set(children.read_text().split())
+    with on_cores(1):
+        assert os.sched_getaffinity(0) == {min(mine)}
+        added = set(children.read_text().split()) - before
+        assert {frozenset(os.sched_getaffinity(int(p))) for p in added} == {frozenset({c}) for c in mine - {min(mine)}}
+    assert os.sched_getaffinity(0) == mine
+    assert set(children.read_text().split()) <= before
+
+
 def test_profiles_of_other_cores_or_versions_are_not_of_this_cpu(own_home: Path) -> None:
     store = ProfileStore(own_home / "profiles.sqlite")
     here = profiler.environment_of(jax.devices()[0], max(1, (os.cpu_count() or 1) // 2))
     mine = replace(ONE, device_type="cpu", environment=here)
-    for change in ({"cores": 999}, {"jax": "0.0.1"}, {"xla_flags": "--other"}):
+    for change in ({"cores": 999}, {"jax": "0.0.1"}, {"xla_flags": "--other"}, {"others": "idle"}):
         store.put([replace(mine, environment=here | change)])
     assert hardware_of(TWO).pieces.layers == {}
     store.put([mine])

@@ -13,6 +13,7 @@ import jax
 from arena_jax import home
 from arena_jax.compiler.cost.cores import share_of_cores
 from arena_jax.compiler.cost.pieces import BOTH, FORWARD, FORWARD_SHARE, Curve, Pieces
+from arena_jax.compiler.profiling.cores import num_neighbours
 from arena_jax.grid import Profile, ProfileStore
 
 Shape = tuple[float, float, float, float]
@@ -157,6 +158,7 @@ def _at(found: Iterable[Profile], cores: int | None) -> list[Profile]:
     if cores is None:
         return list(found)
     mine = {"cores": cores, "jax": jax.__version__, "xla_flags": os.environ.get("XLA_FLAGS", "")}
+    mine["others"] = "at work" if num_neighbours(cores) else None
     return [p for p in found if all(p.environment.get(k) == v for k, v in mine.items())]
 
 

@@ -8,11 +8,9 @@ between the layers of a step; the low quantile is kept. Pieces are stored as soo
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +19,7 @@ import numpy as np
 from arena_jax.compiler.cost.cores import share_of_cores
 from arena_jax.compiler.cost.pieces import BOTH
 from arena_jax.compiler.problem import Problem
+from arena_jax.compiler.profiling.cores import num_neighbours, on_cores
 from arena_jax.compiler.profiling.piece_programs import (
     CHAIN,
     Run,
@@ -62,7 +61,7 @@ class Outcome:
     Attributes:
         timed, known, left: pieces timed now, found in the store, and left for want of budget.
         refused: pieces that could not be compiled alone; they stay computed.
-        device_s: seconds that devices were kept at work, summed over devices.
+        device_s: seconds that devices were kept at work, summed over devices, and cores that were busy beside.
     """
 
     timed: int
@@ -94,7 +93,7 @@ def environment_of(device: Any, cores: int | None) -> dict[str, Any]:
         "jaxlib": jaxlib.__version__,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "cores": cores,
-    }
+    } | ({"others": "at work"} if num_neighbours(cores) else {})
 
 
 def profile(
@@ -140,7 +139,7 @@ def profile(
                 times, used = _timed([run for _, run in ready] + [empty], [job.devices for job, _ in ready] + [1])
         except jax.errors.JaxRuntimeError as error:
             raise _device_failed(error, done, store) from error
-        device_s += used
+        device_s += used * (1 + num_neighbours(group[0].cores))
         issue_s = float(np.quantile(times.pop(), _LOW))
         store.put([_measured(job, seconds, issue_s) for (job, _), seconds in zip(ready, times, strict=True)])
         done += len(group)
@@ -224,28 +223,6 @@ def _jobs(pieces: Pieces, problem: Problem, device_type: str, num_devices: int, 
             add("dispatch", d, {"devices": d.devices}, whole, run, devices=d.devices)
     jobs.sort(key=lambda job: -job.priority)
     return jobs
-
-
-@contextmanager
-def on_cores(cores: int | None) -> Iterator[None]:
-    """Keep all threads of this process on that many cores, those of the runtime's pool too."""
-    mine = sorted(os.sched_getaffinity(0)) if cores is not None else []
-    if cores is None or cores >= len(mine):
-        yield
-        return
-    _pin(mine[:cores])
-    try:
-        yield
-    finally:
-        _pin(mine)
-
-
-def _pin(cores: Sequence[int]) -> None:
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            os.sched_setaffinity(int(task.name), cores)
-        except ProcessLookupError:  # a thread that has just ended
-            continue
 
 
 def _timed(runs: Sequence[Run], devices: Sequence[int]) -> tuple[list[list[float]], float]:
