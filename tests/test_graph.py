@@ -17,6 +17,7 @@ from arena_jax.compiler.emit import Emitter
 from arena_jax.compiler.graph import BATCH, MODEL_STATE, PARAM, split_scans
 from arena_jax.compiler.layers import Position
 from arena_jax.compiler.stages import StageGraph, cut_stages
+from arena_jax.compiler.state_spans import state_spans
 from arena_jax.errors import InfeasibleError
 from tests.doubles import WIDTH, Toy
 from tests.problems import random_batch, recipe_analysis
@@ -253,6 +254,28 @@ def test_state_that_is_only_written_stays_where_it_is_written() -> None:
     assert held == [{"calls", "twice"}, {"last", "before_last"}]
 
 
+class Late(Plain):
+    """Updates the statistics of the first layer after the last one."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs)
+        self.mean = nnx.Variable(jnp.zeros((WIDTH,)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.toys[0](x)
+        out = super().__call__(x)
+        self.mean.set_value(0.9 * self.mean[...] + 0.1 * x.mean(0))
+        return out
+
+
+def test_state_is_written_in_the_stage_of_the_data_it_is_made_of() -> None:
+    x = jax.ShapeDtypeStruct((8, WIDTH), "float32")
+    analysis = analyse(make_problem(Late, optax.sgd(0.1), plain_loss, {"x": x, "y": x}))
+    for start in analysis.layers.starts[2:]:
+        stage_graph = check_stages(analysis, Values(analysis), [Position(0), start])
+        assert set(stage_graph.state_stage.values()) == {0}
+
+
 class Backward(Plain):
     """Reads early what it writes late."""
 
@@ -266,9 +289,26 @@ class Backward(Plain):
         return out
 
 
+class Midway(Backward):
+    """Reads state after the first layers."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(self.toys[1](self.toys[0](x)))
+
+
+def test_layers_are_not_cut_between_what_reads_and_what_writes_state() -> None:
+    x = jax.ShapeDtypeStruct((8, WIDTH), "float32")
+    analysis = analyse(make_problem(Midway, optax.sgd(0.1), plain_loss, {"x": x, "y": x}))
+    (span,) = state_spans(analysis.graph)
+    assert span[0] < span[1]
+    assert analysis.layers.num_layers > 1
+    assert not [p for p in analysis.layers.starts if span[0] < p.node <= span[1]]
+    check_stages(analysis, Values(analysis), analysis.layers.starts)
+
+
 def test_state_that_would_travel_backwards_is_refused_by_name() -> None:
     x = jax.ShapeDtypeStruct((8, WIDTH), "float32")
     problem: Problem = make_problem(Backward, optax.sgd(0.1), plain_loss, {"x": x, "y": x})
     analysis = analyse(problem)
     with pytest.raises(InfeasibleError, match=r"(?s)seen is read in stage 0 and written in stage 1.*fewer stages"):
-        cut(analysis, [Position(0), analysis.layers.starts[-1]])
+        cut(analysis, [Position(0), Position(state_spans(analysis.graph)[0][1])])

@@ -1,9 +1,15 @@
 """Layers: as many as can be, about equal, with nothing but the residual stream across their borders."""
 
 from itertools import pairwise
+from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 
+from arena_jax.compiler import analyse, make_problem
 from arena_jax.compiler.layers import MAX_LAYERS, find_layers
 from tests.problems import BATCH, recipe_analysis
 
@@ -58,3 +64,20 @@ def test_cuts_lie_in_program_order_at_real_work() -> None:
     nodes = [p.node for p in analysis.layers.starts]
     assert all(a < b for a, b in pairwise(nodes))
     assert all(analysis.graph.nodes[n].placed for n in nodes[1:])
+
+
+def test_an_equation_that_outweighs_the_rest_is_a_layer_of_its_own() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch["x"] @ params["wide"]
+        for weight in params["narrow"]:
+            x = jnp.tanh(x @ weight)
+        return jnp.mean(x**2)
+
+    def params(_: nnx.Rngs) -> Any:
+        return {"wide": jnp.ones((4096, 8)), "narrow": [jnp.ones((8, 8))] * 6}
+
+    batch = {"x": np.ones((BATCH, 4096), "float32")}
+    layers = analyse(make_problem(params, optax.sgd(0.1), loss, batch)).layers
+    assert layers.flops[0] > 0.9 * sum(layers.flops)
+    assert layers.num_layers >= 4
+    assert max(layers.flops[1:]) < 0.5 * sum(layers.flops[1:])

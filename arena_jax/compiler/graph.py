@@ -11,7 +11,7 @@ A ``lax.scan`` over layers is one placed node, and may be cut between any two it
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -108,10 +108,36 @@ class Graph:
 
 
 def build_graph(trace: Trace) -> Graph:
-    """Classify the equations of a trace."""
+    """Classify the equations of a trace, and order them so that state is written where its data is made."""
     keyed = [(str(i), eqn) for i, eqn in enumerate(trace.jaxpr.eqns)]
     units = {var: Unit(leaf=i) for i, var in enumerate(trace.leaf_vars)}
-    return _classify(trace, keyed, units)
+    graph = _classify(trace, keyed, units)
+    return replace(graph, nodes=_state_at_once(graph))
+
+
+def _state_at_once(graph: Graph) -> tuple[Node, ...]:
+    """Move what only new state needs to right behind the last value it is made of.
+
+    A trace may end with it, as with the cast of all running statistics: it would lie in another stage than
+    the layer that reads them.
+    """
+    trace = graph.trace
+    num_others = len(trace.jaxpr.outvars) - len(trace.state_atoms)
+    needed = {a for a in trace.jaxpr.outvars[:num_others] if not isinstance(a, _compat.Literal)}
+    others = set()
+    for index in reversed(range(len(graph.nodes))):
+        eqn = graph.nodes[index].eqn
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            others.add(index)
+            needed.update(a for a in eqn.invars if not isinstance(a, _compat.Literal))
+    place: dict[Any, int] = {}  # of every value: the node it follows in the new order
+    order = []
+    for index, node in enumerate(graph.nodes):
+        before = max((place.get(a, -1) for a in node.eqn.invars if not isinstance(a, _compat.Literal)), default=-1)
+        behind = index if index in others or (node.placed and before < 0) else before
+        place.update(dict.fromkeys(node.eqn.outvars, behind))
+        order.append((behind, index))
+    return tuple(graph.nodes[index] for _, index in sorted(order))
 
 
 def split_scans(graph: Graph, splits: Mapping[int, Sequence[int]]) -> tuple[Graph, dict[tuple[int, int], int]]:

@@ -8,12 +8,13 @@ iterations of a ``lax.scan``, where it carries the scan's carry.
 import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from arena_jax.compiler import _compat
 from arena_jax.compiler.flops import array_bytes, eqn_flops
 from arena_jax.compiler.graph import PLACED, Graph
+from arena_jax.compiler.state_spans import state_spans
 
 MAX_LAYERS = 16
 # A layer may hold this much more work than the mean before the clustering is loosened.
@@ -64,12 +65,35 @@ class _Candidate:
 def find_layers(graph: Graph, max_layers: int = MAX_LAYERS) -> Layers:
     """Cut the graph into at most ``max_layers`` layers of about equal FLOPs."""
     candidates, total = _candidates(graph)
+    chosen = _cluster(candidates, total, max_layers)
+    if len(chosen) + 1 < _FEW:  # one equation may outweigh all others: the convolution that images enter by
+        more = _cluster(*_even_out(candidates, total, max_layers), max_layers)
+        chosen = more if len(more) > len(chosen) else chosen
+    work = {c.position: c.work for c in candidates}
+    return _layers([replace(c, work=work[c.position]) for c in chosen], total)
+
+
+def _cluster(candidates: Sequence[_Candidate], total: float, max_layers: int) -> list[_Candidate]:
     buckets = _thin(candidates, total)
     chosen = _as_many_as_fit(_light(buckets, total), total, max_layers)
     if len(chosen) + 1 < _FEW:  # a program that thins out towards its end has its light cuts there only
         more = _as_many_as_fit(buckets, total, max_layers)
         chosen = more if len(more) > len(chosen) else chosen
-    return _layers(chosen, total)
+    return chosen
+
+
+def _even_out(candidates: Sequence[_Candidate], total: float, max_layers: int) -> tuple[list[_Candidate], float]:
+    """Count what cannot be cut and is heavier than a layer as one layer's share of the rest."""
+    marks = [0.0, *(c.work for c in candidates), total]
+    pieces = sorted((b - a for a, b in itertools.pairwise(marks)), reverse=True)
+    share, rest = total / max_layers, total
+    for heavier, piece in enumerate(pieces[: max_layers - 1], start=1):
+        if piece <= share:
+            break
+        rest -= piece
+        share = rest / (max_layers - heavier)
+    evened = list(itertools.accumulate(min(b - a, share) for a, b in itertools.pairwise(marks)))
+    return [replace(c, work=work) for c, work in zip(candidates, evened[:-1], strict=True)], evened[-1]
 
 
 def _as_many_as_fit(cuts: Sequence[_Candidate], total: float, max_layers: int) -> list[_Candidate]:
@@ -119,7 +143,13 @@ def _candidates(graph: Graph) -> tuple[list[_Candidate], float]:
                 live += size
                 dying[until] = dying.get(until, 0) + size
         live -= dying.pop(index, 0)
-    return found, work
+    spans = state_spans(graph)
+    return [c for c in found if not any(_separates(c.position, *span) for span in spans)], work
+
+
+def _separates(cut: Position, first: int, last: int) -> bool:
+    """Whether a cut comes between two nodes, or between iterations of either."""
+    return first < cut.node <= last or (cut.iteration > 0 and first == cut.node)
 
 
 def _replaced(graph: Graph, eqn: Any, index: int, last_use: dict[Any, int]) -> int:

@@ -125,7 +125,7 @@ def _assemble(graph: Graph, stage_of_node: Sequence[int], num_stages: int, *, wi
     trace = graph.trace
     producers = {var: i for i, node in enumerate(graph.nodes) for var in node.eqn.outvars}
     # For state whose update depends on no data: the state it reads.
-    ahead = _advanced_ahead(trace, graph) if with_state and num_stages > 1 else {}
+    ahead = advanced_ahead(trace, graph) if with_state and num_stages > 1 else {}
     homes = _output_homes(graph, stage_of_node, producers, num_stages, ahead, with_state=with_state)
     needed: list[set[int]] = [set() for _ in range(num_stages)]
     received: list[dict[Any, None]] = [{} for _ in range(num_stages)]
@@ -199,7 +199,7 @@ def _stages_that_write(trace: Trace, homes: Mapping[int, int]) -> dict[Any, int]
     return {var: homes[first_state + k] for k, var in enumerate(leaves) if first_state + k in homes}
 
 
-def _advanced_ahead(trace: Trace, graph: Graph) -> dict[int, set[int]]:
+def advanced_ahead(trace: Trace, graph: Graph) -> dict[int, set[int]]:
     """Positions among the state leaves of those whose update depends on no data, not even through other state.
 
     Returns:
