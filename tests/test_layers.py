@@ -81,3 +81,18 @@ def test_an_equation_that_outweighs_the_rest_is_a_layer_of_its_own() -> None:
     assert layers.flops[0] > 0.9 * sum(layers.flops)
     assert layers.num_layers >= 4
     assert max(layers.flops[1:]) < 0.5 * sum(layers.flops[1:])
+
+
+def test_cuts_of_equal_weight_make_equal_layers() -> None:
+    """All blocks pass on the same bytes, and eight of them make four layers of two, embedding and head aside."""
+    analysis = recipe_analysis("bert", "model.num_layers=8")
+    layers = find_layers(analysis.graph, 4)
+    assert layers.num_layers == 4
+    assert max(layers.flops) <= 1.35 * min(layers.flops)
+
+
+def test_heavy_cuts_where_as_many_layers_are_wanted() -> None:
+    graph = recipe_analysis("wide_resnet").graph
+    light, heavy = find_layers(graph), find_layers(graph, only_light=False)
+    assert heavy.num_layers >= light.num_layers
+    assert sum(heavy.flops) == pytest.approx(sum(light.flops))

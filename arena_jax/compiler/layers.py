@@ -24,6 +24,8 @@ _NUM_BUCKETS = 160
 # within this share of the work on either side, at most this factor.
 _NEIGHBOURHOOD = 1 / 8
 _FACTOR = 1.25
+# Bytes are told apart by this share of the lightest cut's.
+_GRAIN = 1e-3
 # With fewer layers than this, heavier cuts are better than none.
 _FEW = 4
 
@@ -62,20 +64,24 @@ class _Candidate:
     live_bytes: int
 
 
-def find_layers(graph: Graph, max_layers: int = MAX_LAYERS) -> Layers:
-    """Cut the graph into at most ``max_layers`` layers of about equal FLOPs."""
+def find_layers(graph: Graph, max_layers: int = MAX_LAYERS, *, only_light: bool = True) -> Layers:
+    """Cut the graph into at most ``max_layers`` layers of about equal FLOPs.
+
+    Args:
+        only_light: cut where little crosses even if that makes fewer layers; else make as many as equal FLOPs allow.
+    """
     candidates, total = _candidates(graph)
-    chosen = _cluster(candidates, total, max_layers)
+    chosen = _cluster(candidates, total, max_layers, only_light=only_light)
     if len(chosen) + 1 < _FEW:  # one equation may outweigh all others: the convolution that images enter by
-        more = _cluster(*_even_out(candidates, total, max_layers), max_layers)
+        more = _cluster(*_even_out(candidates, total, max_layers), max_layers, only_light=only_light)
         chosen = more if len(more) > len(chosen) else chosen
     work = {c.position: c.work for c in candidates}
     return _layers([replace(c, work=work[c.position]) for c in chosen], total)
 
 
-def _cluster(candidates: Sequence[_Candidate], total: float, max_layers: int) -> list[_Candidate]:
+def _cluster(candidates: Sequence[_Candidate], total: float, max_layers: int, *, only_light: bool) -> list[_Candidate]:
     buckets = _thin(candidates, total)
-    chosen = _as_many_as_fit(_light(buckets, total), total, max_layers)
+    chosen = _as_many_as_fit(_light(buckets, total) if only_light else buckets, total, max_layers)
     if len(chosen) + 1 < _FEW:  # a program that thins out towards its end has its light cuts there only
         more = _as_many_as_fit(buckets, total, max_layers)
         chosen = more if len(more) > len(chosen) else chosen
@@ -190,26 +196,32 @@ def _light(kept: Sequence[_Candidate], total: float) -> list[_Candidate]:
 
 
 def _choose(cuts: Sequence[_Candidate], total: float, num_layers: int) -> list[_Candidate] | None:
-    """Least bytes over ``num_layers - 1`` cuts such that no layer exceeds its share by the slack."""
+    """Least bytes over ``num_layers - 1`` cuts such that no layer exceeds its share by the slack.
+
+    Of cuts that carry about equal bytes, those that make the layers most alike (least sum of squared work), as
+    Alpa does: a scalar that crosses beside the activations must not decide.
+    """
     limit = total / num_layers * _SLACK
     marks = [0.0, *(c.work for c in cuts), total]
-    costs = [0.0, *(float(c.live_bytes) for c in cuts), 0.0]
+    grain = max(min((c.live_bytes for c in cuts), default=1) * _GRAIN, 1.0)
+    costs = [0.0, *(round(c.live_bytes / grain) * grain for c in cuts), 0.0]
     end = len(marks) - 1
-    infinity = float("inf")
-    # best[k][j]: least bytes with the k-th cut at mark j; cut 0 is the start of the program.
-    best = [[infinity] * (end + 1) for _ in range(num_layers + 1)]
+    nowhere = (float("inf"), float("inf"))
+    # best[k][j]: least bytes, and squares, with the k-th cut at mark j; cut 0 is the start of the program.
+    best = [[nowhere] * (end + 1) for _ in range(num_layers + 1)]
     came_from = [[0] * (end + 1) for _ in range(num_layers + 1)]
-    best[0][0] = 0.0
+    best[0][0] = (0.0, 0.0)
     for k in range(1, num_layers + 1):
         for j in range(1, end + 1):
             if (j == end) != (k == num_layers):
                 continue
             first = bisect_right(marks, marks[j] - limit - 1e-9 * total)
             for i in range(first, j):
-                value = best[k - 1][i] + costs[j]
+                num_bytes, squares = best[k - 1][i]
+                value = num_bytes + costs[j], squares + ((marks[j] - marks[i]) / total) ** 2
                 if value < best[k][j]:
                     best[k][j], came_from[k][j] = value, i
-    if best[num_layers][end] == infinity:
+    if best[num_layers][end] == nowhere:
         return None
     chosen, j = [], end
     for k in range(num_layers, 0, -1):
