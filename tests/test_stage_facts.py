@@ -87,3 +87,9 @@ def test_only_later_stages_receive(analysis: Analysis) -> None:
     first, *rest = estimate(analysis, grid="a100:2/s2", m=4).stages
     assert first.transfer_s == 0
     assert all(stage.transfer_s > 0 for stage in rest)
+
+
+def test_a_stage_in_the_same_node_receives_over_its_links(analysis: Analysis) -> None:
+    """Of four stages on two nodes of two only the third lies in another node than the stage before."""
+    _, second, third, fourth = estimate(analysis, grid="a100:2x2/s4", m=4).stages
+    assert max(second.transfer_s, fourth.transfer_s) < third.transfer_s

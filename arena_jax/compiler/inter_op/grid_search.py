@@ -1,5 +1,6 @@
 """The best plan of one grid at one number of microbatches, or why none fits."""
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from arena_jax.compiler.inter_op.stage_facts import stage_facts
 from arena_jax.compiler.inter_op.stage_plan import make_plan
 from arena_jax.compiler.problem import PARAMS
 from arena_jax.errors import PlanError, counted
-from arena_jax.grid import Estimate, GridShape, IndexRow, Plan, StageEstimate, Submesh, logical_meshes, tilings
+from arena_jax.grid import Estimate, GridShape, IndexRow, Plan, StageEstimate, Submesh, logical_meshes, place, tilings
 
 # Ends the reason of a grid with more stages than the model has layers.
 FEWER = "fewer than stages"
@@ -211,9 +212,16 @@ class GridSearch:
             ]
         )
 
-    def _transfer_s(self, num_bytes: float) -> float:
-        """Moving one microbatch's share of bytes to the next stage."""
-        return transfer_s(self._hardware, num_bytes / self._m, self._grid.allocation.num_nodes == 1)
+    def _transfer_s(self, num_bytes: float, *, near: bool = False) -> float:
+        """Moving one microbatch's share of bytes to the next stage, which shares its node where ``near``."""
+        return transfer_s(self._hardware, num_bytes / self._m, near or self._grid.allocation.num_nodes == 1)
+
+    def _near(self, stages: Sequence[StageChoice]) -> list[bool]:
+        """Per stage, whether it shares a node with the one before; a search prices cuts before it knows."""
+        per_node = self._grid.allocation.devices_per_node
+        placed = place(self._grid.allocation, tuple(s.submesh for s in stages)) or ()
+        nodes = [{device // per_node for device in devices} for devices in placed]
+        return [False, *(len(a | b) == 1 for a, b in itertools.pairwise(nodes))]
 
     @property
     def _dispatch_s(self) -> float:
@@ -230,13 +238,14 @@ class GridSearch:
         return _row(self._grid, self._m, reason, least_memory_bytes=int(least))
 
     def estimate(self, stages: Sequence[StageChoice]) -> Estimate:
-        facts = [self._stage_facts(i, s, len(stages)) for i, s in enumerate(stages)]
+        near = self._near(stages)
+        facts = [self._stage_facts(i, s, len(stages), near=near[i]) for i, s in enumerate(stages)]
         times = [f.time_s for f in facts]
         weights = self._weights(stages, times)
         parts = {
             "compute_s": sum(w * f.compute_s for w, f in zip(weights, facts, strict=True)),
             "communication_s": sum(w * f.communication_s for w, f in zip(weights, facts, strict=True)),
-            "boundary_s": self._boundaries_s(stages) * self._boundary_factor,
+            "boundary_s": self._boundaries_s(stages, near) * self._boundary_factor,
         }
         if len(stages) == 1 and self._m > 1:
             mesh, option = self.options[stages[0].submesh][stages[0].option]
@@ -272,13 +281,14 @@ class GridSearch:
         weights[int(np.argmax(times))] += self._m - 1
         return weights
 
-    def _boundaries_s(self, stages: Sequence[StageChoice]) -> float:
+    def _boundaries_s(self, stages: Sequence[StageChoice], near: Sequence[bool]) -> float:
         if self._is_pool:
             crossing = [self._transfer_s(self._analysis.layers.live_bytes[s.first]) for s in stages[1:]]
             issued = 2 * len(stages) - 1
             return self._m * (2 * sum(crossing) + issued * self._hardware.dispatch_s) * self._alone_share
-        boundary = self.boundary_s()
-        return float(sum(boundary[s.first] for s in stages[1:]))
+        live_bytes = [self._analysis.layers.live_bytes[s.first] for s in stages]
+        crossing = zip(live_bytes[1:], near[1:], strict=True)
+        return 2 * sum(self._transfer_s(b, near=here) + self._dispatch_s for b, here in crossing if b)
 
     @property
     def _alone_share(self) -> float:
@@ -336,7 +346,7 @@ class GridSearch:
             found += breakdown["boundary_s"]
         return float(found / max(sum(breakdown.values()), 1e-30))
 
-    def _stage_facts(self, index: int, stage: StageChoice, num_stages: int) -> StageEstimate:
+    def _stage_facts(self, index: int, stage: StageChoice, num_stages: int, *, near: bool) -> StageEstimate:
         mesh, option = self.options[stage.submesh][stage.option]
         crossing = self._analysis.layers.live_bytes[stage.first] if index else 0
         return stage_facts(
@@ -345,7 +355,7 @@ class GridSearch:
             self._m,
             min(num_stages - index, self._m),
             option,
-            transfer_s=self._transfer_s(crossing) if crossing else 0.0,
+            transfer_s=self._transfer_s(crossing, near=near) if crossing else 0.0,
         )
 
 
