@@ -24,7 +24,7 @@ from benchmarks._report import table, write
 
 TYPES = ("P4", "P100", "V100", "T4", "A100")
 # What is fitted on what: every constant but those that no row of these tables can tell.
-UNTOLD = ("conv_share", "conv_start_images", "launch_s", "shared_lanes_share", "unfused_share", "new_gddr_share")
+UNTOLD = ("conv_share", "conv_weight_passes", "launch_s", "shared_lanes_share", "unfused_share", "new_gddr_share")
 FREE = tuple(f.name for f in fields(Efficiency) if f.name not in UNTOLD)
 # How strongly a constant is held at its round starting value, in units of its logarithm's deviation.
 _HOLD = 0.6

@@ -88,3 +88,13 @@ def test_measured_products_replace_computed_ones() -> None:
     other = product_seconds(hardware, [product], 2)  # no such piece was measured
     assert other.forward[0] < 1e-3
     assert not other.measured_forward.any()
+
+
+def test_a_convolutions_weights_pass_through_memory_however_few_the_images() -> None:
+    hardware = hardware_of(Allocation("a40", 1, 1))
+    shape, rows = (1.0, 64 * 49.0, 9 * 512.0, 512.0), (False, True, False, False)
+    conv = Product("conv", "float32", shape, rows, (True, True), False)
+    whole, part = (product_seconds(hardware, [conv], m).forward[0] for m in (1, 64))
+    weights_s = hardware.memory_s(hardware.efficiency.conv_weight_passes * 4 * shape[2] * shape[3])
+    assert part > weights_s
+    assert whole < 64 * part / 2

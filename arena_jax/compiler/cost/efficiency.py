@@ -42,14 +42,15 @@ class Efficiency:
         old_stream_share: the same for older GDDR and HBM.
         reduce_share: further share of kernels that reduce rows and use them again.
         conv_share: further share of convolutions.
-        conv_start_images: images that a convolution costs besides its own: few leave it no choice of kernels.
+        conv_weight_passes: times that a convolution's weights pass through memory each time it runs, besides once:
+            kernels lay them out anew and transform them (Winograd, FFT), however few the images.
         unfused_share: of the bytes that work vectors count, what fusions move.
         launch_s: seconds between two kernels of one program.
     """
 
     float32_share: float = 0.94
     tensor_share: float = 0.83
-    shared_lanes_share: float = 0.5
+    shared_lanes_share: float = 0.56
     flops_per_joule: float = 59e9
     tensor_flops_per_joule: float = 350e9
     tile_128x64: float = 0.84
@@ -67,8 +68,8 @@ class Efficiency:
     new_gddr_share: float = 0.88
     old_stream_share: float = 0.745
     reduce_share: float = 0.74
-    conv_share: float = 0.75
-    conv_start_images: float = 2.0
+    conv_share: float = 0.9
+    conv_weight_passes: float = 22.0
     unfused_share: float = 0.74
     launch_s: float = 4e-6
 

@@ -31,7 +31,7 @@ _SERIAL_SHARE = 0.1
 # each, a mean and its subtraction 10 (2-core Xeon, jaxlib 0.10.2).
 _LAUNCH_S = {"cpu": 5e-6, "tpu": 2e-6}
 # Rates that are given for a CPU are those it reaches, with as few images as there are.
-_OF_CPU = replace(FITTED, conv_share=1.0, conv_start_images=0.0, unfused_share=1.0)
+_OF_CPU = replace(FITTED, conv_share=1.0, conv_weight_passes=0.0, unfused_share=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

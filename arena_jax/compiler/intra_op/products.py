@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from arena_jax.compiler.cost import Hardware
+from arena_jax.compiler.cost.hardware import itemsize_of
 from arena_jax.compiler.intra_op.flat import Op
 from arena_jax.compiler.intra_op.layout import Layout, MeshShape
 
@@ -28,7 +29,6 @@ class Product:
         rows: which of them shrink with the rows of a microbatch.
         gradients: how many products its backward pass takes, one for each operand that needs it.
         again: whether the backward pass runs it once more (a rematerialised block).
-        images: of a convolution, the images among its rows.
     """
 
     kind: str
@@ -37,7 +37,6 @@ class Product:
     rows: tuple[bool, bool, bool, bool]
     gradients: tuple[bool, bool]
     again: bool
-    images: float = math.inf
 
     @property
     def flops(self) -> float:
@@ -68,8 +67,7 @@ def product_of(
         return Product("dot", dtype, shape, over, gradients, op.again)
     result = _local(op.eqn.outvars[0].aval.shape, results[0], mesh)
     shape, over = _convolution(op.eqn.params, shapes[1], result)
-    images = result[op.eqn.params["dimension_numbers"].out_spec[0]]
-    return Product("conv", dtype, shape, over, gradients, op.again, images)
+    return Product("conv", dtype, shape, over, gradients, op.again)
 
 
 def _local(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> tuple[float, ...]:
@@ -159,15 +157,21 @@ def _computed(hardware: Hardware, products: Sequence[Product], num_microbatches:
             sizes = np.array([products[i].shape for i in at], float).T
             rows = np.array([products[i].rows for i in at], bool).T
             batch, m, k, n = np.where(rows, np.maximum(sizes / num_microbatches, 1.0), sizes)
-            images = np.array([products[i].images for i in at], float) / num_microbatches
-            m = m * (1 + hardware.efficiency.conv_start_images / images)
+            again = np.array([products[i].again for i in at], float)
+            wants = np.array([products[i].gradients for i in at], float).T
+            weights_s = _weights_s(hardware, dtype, batch * k * n) if kind == "conv" else 0.0
 
             def seconds(batch: Floats, m: Floats, k: Floats, n: Floats, kind: str = kind, dtype: str = dtype) -> Floats:
                 found: Floats = hardware.op_s(kind, dtype, 0.0, 0.0, (batch, m, k, n)) - hardware.launch_s
                 return found
 
-            forward[at] = seconds(batch, m, k, n)
-            wants = np.array([products[i].gradients for i in at], float).T
-            again = np.array([products[i].again for i in at], float)
-            backward[at] = wants[0] * seconds(batch, m, n, k) + wants[1] * seconds(batch, k, m, n) + again * forward[at]
+            forward[at] = seconds(batch, m, k, n) + weights_s
+            into, weights = seconds(batch, m, n, k) + weights_s, seconds(batch, k, m, n) + weights_s
+            backward[at] = wants[0] * into + wants[1] * weights + again * forward[at]
     return forward, backward
+
+
+def _weights_s(hardware: Hardware, dtype: str, elements: Floats) -> Floats:
+    """Seconds for which a convolution's weights pass through memory to be laid out and transformed."""
+    seconds: Floats = hardware.memory_s(hardware.efficiency.conv_weight_passes * itemsize_of(dtype) * elements)
+    return seconds
