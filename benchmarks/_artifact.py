@@ -5,24 +5,27 @@ thing that changes. Alpa sums gradients locally and reduces them once a step; he
 """
 
 import csv
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from arena_jax.compiler.analysis import Analysis, Constraints
 from arena_jax.compiler.cost import FITTED, Efficiency, Hardware
+from arena_jax.compiler.cost.pieces import Curve, Pieces
 from arena_jax.compiler.engines import Engine
-from arena_jax.compiler.graph import build_graph
-from arena_jax.compiler.inter_op.cuts import StageChoice
+from arena_jax.compiler.graph import Graph, build_graph
+from arena_jax.compiler.inter_op.cuts import Costs, StageChoice, best_stages
 from arena_jax.compiler.inter_op.grid_search import GridSearch, plan_grid
-from arena_jax.compiler.inter_op.stage_cost import LayerWork, MeshCost, layer_work, mesh_cost
+from arena_jax.compiler.inter_op.stage_cost import LayerWork, MeshCost, Option, layer_work, mesh_cost
 from arena_jax.compiler.intra_op import work as w
 from arena_jax.compiler.intra_op.sharding import ShardingSearch
-from arena_jax.compiler.layers import find_layers
+from arena_jax.compiler.layers import Layers, find_layers
 from arena_jax.compiler.search import MAX_STAGES
 from arena_jax.compiler.trace import trace_loss
 from arena_jax.grid import CATALOGUE, Allocation, Estimate, GridShape, Submesh, tilings
@@ -118,8 +121,7 @@ def breakdown() -> list[PlanRow]:
 def collectives(gpu: str) -> Mapping[tuple[int, int, int, int, bool], dict[str, Any]]:
     """Recorded collectives by (nodes, devices per node, size, stride, inside a node), then kind."""
     found: dict[tuple[int, int, int, int, bool], dict[str, dict[float, float]]] = {}
-    # Where a table over InfiniBand exists it is read, else the one over sockets.
-    paths = sorted((FOLDER / "collectives").glob(f"*_{gpu}_*.csv"), key=lambda p: p.stem.endswith("_ib"))
+    paths = sorted((FOLDER / "collectives").glob(f"*_{gpu}_*.csv"), key=_over_sockets, reverse=True)
     for path in paths:
         nodes, _, _, _, per_node = path.stem.split("_")[:5]
         with path.open() as lines:
@@ -142,6 +144,25 @@ def collectives(gpu: str) -> Mapping[tuple[int, int, int, int, bool], dict[str, 
 
 
 @cache
+def sends(gpu: str) -> Mapping[bool, Curve]:
+    """Recorded sends from one GPU to another, in a node (``True``) and between two: bytes and seconds, ascending."""
+    found: dict[bool, Curve] = {}
+    for inside, nodes, per_node in ((True, 1, 2), (False, 2, 1)):
+        paths = sorted((FOLDER / "collectives").glob(f"{nodes}_{gpu}_{nodes}_n_{per_node}_d*.csv"), key=_over_sockets)
+        for path in paths[:1]:
+            with path.open() as lines:
+                sent = [r for r in csv.DictReader(lines) if r["op"] == "send" and not r["replica_groups"]]
+            points = sorted((4.0 * int(r["elements"]), float(r["seconds"])) for r in sent if r["dtype"] == "float32")
+            found[inside] = tuple(b for b, _ in points), tuple(s for _, s in points)
+    return found
+
+
+def _over_sockets(path: Path) -> bool:
+    """Where a table over InfiniBand exists it is read, else the one over sockets."""
+    return not path.stem.endswith("_ib")
+
+
+@cache
 def hardware(gpu: str, nodes: int, per_node: int, efficiency: Efficiency = FITTED) -> Hardware:
     """A catalogue's type on the artifact's cluster: its nodes, 80 % of memory, its recorded collectives."""
     device = CATALOGUE[gpu]
@@ -152,20 +173,18 @@ def hardware(gpu: str, nodes: int, per_node: int, efficiency: Efficiency = FITTE
         tables, key=lambda k: (abs(k[0] - nodes), abs(k[1] - per_node)), reverse=True
     ):
         nearest[size, stride, inside] = tables[n, d, size, stride, inside]
-    inter = device.inter_node_bandwidth
-    across = [
-        sizes[-1] * (size - 1) / size / seconds[-1] * min(stride, d)
-        for (n, d, size, stride, inside), kinds in tables.items()
-        if not inside and n == nodes and "all_gather" in kinds
-        for sizes, seconds in [kinds["all_gather"]]
-    ]
-    if across:  # what a node's network carries in large messages; a share of it is the model's business
-        inter = float(np.median(across)) / 0.4
+    known = sends(gpu)
+    inter, latency_s = device.inter_node_bandwidth, device.inter_node_latency_s
+    if False in known:  # a transfer between nodes takes what was recorded of large ones, and of small ones besides
+        sizes, seconds = known[False]
+        latency_s = seconds[0]
+        inter = sizes[-1] / (seconds[-1] - latency_s) / 0.4  # of which the model gives a share to a transfer
     memory = {"a100": 40, "v100": 32, "a40": 48, "a10": 24}[gpu] * 2**30
     device = replace(
         device,
         devices_per_node=PER_NODE[gpu],
         inter_node_bandwidth=inter,
+        inter_node_latency_s=latency_s,
         inter_node_link="ethernet",
         intra_node_link="nvlink-mesh" if gpu == "a100" else device.intra_node_link,
         memory_bytes=int(memory * 0.8 / 0.9),
@@ -175,6 +194,7 @@ def hardware(gpu: str, nodes: int, per_node: int, efficiency: Efficiency = FITTE
         allocation=Allocation(device.name, nodes, per_node),
         efficiency=efficiency,
         collectives=nearest,
+        pieces=Pieces(transfers=known.get(True)),
     )
 
 
@@ -210,11 +230,17 @@ def model(family: str, params: str) -> Model:
         problem=problem,
         trace=trace,
         graph=graph,
-        layers=find_layers(graph, units),
+        layers=_units_of(graph, units),
         shardings=ShardingSearch(graph),
         coupling="",
     )
     return Model(batch, analysis, {})
+
+
+def _units_of(graph: Graph, units: int) -> Layers:
+    """As many layers as Alpa's recipe asks for, at heavy cuts where light ones make fewer."""
+    light = find_layers(graph, units)
+    return light if light.num_layers == units else find_layers(graph, units, only_light=False)
 
 
 class _Scaled(Analysis):
@@ -247,7 +273,6 @@ def _work(key: tuple[str, str], global_batch: int, dp: int, tp: int) -> LayerWor
         replace(
             p,
             shape=tuple(s * (scale if r else 1) for s, r in zip(p.shape, p.rows, strict=True)),
-            images=p.images * scale,
         )
         for p in work.products
     )
@@ -275,14 +300,79 @@ def analysis_of(job: Job) -> Analysis:
 _ROOM = (1.0, 1.3, 1.7, 2.5, 100.0)
 
 
-def estimate(row: Row, pp: int, hardware: Hardware, dp: int | None = None, tp: int | None = None) -> Estimate | None:
-    """Our estimate of the best plan of one grid, its mesh pinned or free."""
+# Alpa's ``stage_imbalance_tolerance`` in the artifact: how far a stage's share of the FLOPs may lie from that of its
+# GPUs; where no cut keeps to it, the next.
+_TOLERANCES = (0.25, 0.5, 1.0, np.inf)
+
+
+class _AlpaSearch(GridSearch):
+    """Stages as Alpa picked them in the artifact, which ran it with its "HLO cost model".
+
+    To that, compute is FLOPs shared out evenly over a stage's GPUs, a stage's own collectives count and neither the
+    reduction of gradients (``skip_grad_sync``) nor transfers between stages do.
+    """
+
+    tolerance: float = np.inf
+    gpus_a_stage: range = range(1, 1 << 20)
+
+    def costs(self, stages_left: int, submesh: Submesh) -> Costs:
+        count = self._analysis.layers.num_layers
+        seconds, option = np.full((count, count), np.inf), np.zeros((count, count), int)
+        if submesh.num_devices not in self.gpus_a_stage:
+            return Costs(seconds=seconds, option=option)
+        share, fair = self._flops_shares, submesh.num_devices / self._grid.num_devices
+        even = (share <= fair * (1 + self.tolerance)) & (share >= fair / (1 + self.tolerance))
+        for i, (mesh, choice) in enumerate(self._options(submesh)):
+            fits = mesh.memory(self._m, min(stages_left, self._m), choice) <= self._hardware.usable_bytes
+            total = self._whole_s * share / submesh.num_devices + mesh.passes_s(self._m, choice)
+            total = np.where(fits & even & ~np.tri(count, k=-1, dtype=bool), total, np.inf)
+            better = total < seconds
+            seconds[better], option[better] = total[better], i
+        return Costs(seconds=seconds, option=option)
+
+    def boundary_s(self) -> np.ndarray:
+        return np.zeros(self._analysis.layers.num_layers)
+
+    @cached_property
+    def _flops_shares(self) -> np.ndarray:
+        """``[first, last]`` share of the model's products that a run of layers has."""
+        work = self._analysis.meshes(self._hardware, Submesh(1, 1), 1, 1)[0].work
+        flops = work.times @ np.array([p.flops for p in work.products])
+        total = np.concatenate([[0.0], np.cumsum(flops / flops.sum())])
+        return total[None, 1:] - total[:-1, None]
+
+    @cached_property
+    def _whole_s(self) -> float:
+        """Seconds of one microbatch of the whole model on one GPU."""
+        mesh = self._analysis.meshes(self._hardware, Submesh(1, 1), 1, 1)[0]
+        compute, _, _ = mesh.step_parts(self._m, Option(zero=0, remat=True))
+        return float(compute[0, -1])
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The plan of one number of stages that Alpa picks: what its cost model says of it, and our estimate."""
+
+    objective: float
+    estimate: Estimate
+
+
+def estimate(row: Row, pp: int, hardware: Hardware, dp: int | None = None, tp: int | None = None) -> Picked | None:
+    """The plan of so many stages that Alpa picks, or that whose mesh is pinned."""
     constraints = Constraints(stages=pp, dp=dp, tp=tp, zero=0, remat="on", space="alpa")
-    grid = GridShape(row.allocation, pp)
-    for room in _ROOM:
-        found = plan_grid(analysis_of(row.job), grid, roomier(hardware, room), constraints, NUM_MICROBATCHES)
-        if found.estimate is not None:
-            return found.estimate
+    grid, analysis = GridShape(row.allocation, pp), analysis_of(row.job)
+    count = analysis.layers.num_layers
+    if pp > count:
+        return None
+    for room, tolerance in itertools.product(_ROOM, _TOLERANCES):
+        search = _AlpaSearch(analysis, grid, roomier(hardware, room), constraints, NUM_MICROBATCHES)
+        search.tolerance = tolerance
+        search.gpus_a_stage = gpus_a_stage(row) if dp is None else range(1, row.num_gpus + 1)
+        if not search.meshes_exist:
+            return None
+        found = best_stages(grid, count, NUM_MICROBATCHES, search.costs, search.boundary_s(), solver=search.solver)
+        if found is not None:
+            return Picked(found.objective, search.estimate(found.stages))
     return None
 
 
@@ -334,8 +424,16 @@ def iteration_s(e: Estimate) -> float:
     return e.step_time_s + (NUM_MICROBATCHES - 1) * (max(busy) - max(s.time_s for s in e.stages))
 
 
+def gpus_a_stage(row: Row) -> range:
+    """The artifact's pruning rule of GPUs a stage: from its bounds on dp and tp."""
+    if row.job.family == "wide_resnet":
+        most = row.num_gpus // max(row.num_gpus // 2, row.nodes)
+        return range(1, most + 1)
+    return range(max(row.per_node // 2, 1), row.per_node + 1)
+
+
 def stage_counts(row: Row) -> list[int]:
-    """The artifact's pruning rule."""
+    """The artifact's pruning rule of stages."""
     if row.job.family == "wide_resnet":
         first, last = max(row.num_gpus // 2, row.nodes), row.num_gpus
     else:

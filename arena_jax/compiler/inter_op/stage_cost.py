@@ -347,6 +347,14 @@ class MeshCost:
             self._prefix(self._sync(option) + update) * self._learnt("gradients_and_update_s"),
         )
 
+    def passes_s(self, num_microbatches: int, option: Option) -> Floats:
+        """Seconds of the collectives inside one microbatch's passes, gradients left out, per run of layers."""
+        (once_forward, ever_forward), (once_backward, ever_backward) = self._passes
+        passes = 2.0 if option.remat else 1.0
+        return self._prefix(
+            (passes * once_forward + once_backward) / num_microbatches + passes * ever_forward + ever_backward
+        )
+
     def reduces_late(self, option: Option) -> bool:
         """Whether gradients are reduced over dp once a step, since shards of rows sum their own (``row_shards.py``)."""
         return self.row_shards and option.zero < 2 and not self.work.spread_bytes.any()
