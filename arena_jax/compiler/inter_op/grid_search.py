@@ -286,9 +286,12 @@ class GridSearch:
             crossing = [self._transfer_s(self._analysis.layers.live_bytes[s.first]) for s in stages[1:]]
             issued = 2 * len(stages) - 1
             return self._m * (2 * sum(crossing) + issued * self._hardware.dispatch_s) * self._alone_share
-        live_bytes = [self._analysis.layers.live_bytes[s.first] for s in stages]
-        crossing = zip(live_bytes[1:], near[1:], strict=True)
-        return 2 * sum(self._transfer_s(b, near=here) + self._dispatch_s for b, here in crossing if b)
+        seconds = 0.0
+        for stage, here in zip(stages[1:], near[1:], strict=True):
+            num_bytes = self._analysis.layers.live_bytes[stage.first]
+            if num_bytes:
+                seconds += self._transfer_s(num_bytes, near=here) + self._dispatch_s
+        return 2 * seconds
 
     @property
     def _alone_share(self) -> float:
