@@ -7,7 +7,8 @@ constraints reach in; custom derivative rules are kept whole, for inlining them 
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from arena_jax.compiler import _compat
 from arena_jax.grid import Spec
+
+# Their derivatives need their operands, and not their results.
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 class Emitter:
@@ -37,22 +41,50 @@ class Emitter:
                 prefix = prefix.rpartition("/")[0]
                 self._prefixes.add(prefix)
 
-    def run(self, equations: Sequence[tuple[str, Any]], env: dict[Any, Any]) -> None:
-        """Evaluate keyed equations in order, reading from and writing to ``env``."""
+    def run(
+        self, equations: Sequence[tuple[str, Any]], env: dict[Any, Any], slices: Collection[Any] = frozenset()
+    ) -> None:
+        """Evaluate keyed equations in order, reading from and writing to ``env``.
+
+        Args:
+            slices: variables that a scan slices from its stacks.
+        """
 
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, _compat.Literal) else env[atom]
 
         for key, eqn in equations:
-            args = [self._constrain(f"{key}<{i}", read(a)) for i, a in enumerate(eqn.invars)]
-            outs = self._eqn(key, eqn, args)
+            args = [read(a) for a in eqn.invars]
+            evaluate: Callable[..., list[Any]] = partial(self._laid_out, key, eqn)
+            if eqn.primitive.name in _PRODUCTS and self._constrains_one_of(slices, key, eqn):
+                # A constrained slice is a value of its own, of which jax would keep a second stack for the backward
+                # pass: there the constraint is applied anew instead. No product runs twice for that.
+                evaluate = jax.checkpoint(evaluate, prevent_cse=False)
+            outs = evaluate(*args)
             for i, (var, value) in enumerate(zip(eqn.outvars, outs, strict=True)):
                 env[var] = self._constrain(f"{key}:{i}", value)
 
-    def _jaxpr(self, prefix: str, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def _laid_out(self, key: str, eqn: Any, *args: Any) -> list[Any]:
+        """One equation on operands that lie as the plan says."""
+        return self._eqn(key, eqn, [self._constrain(f"{key}<{i}", x) for i, x in enumerate(args)])
+
+    def _constrains_one_of(self, slices: Collection[Any], key: str, eqn: Any) -> bool:
+        return any(
+            f"{key}<{i}" in self.specs and not isinstance(a, _compat.Literal) and a in slices
+            for i, a in enumerate(eqn.invars)
+        )
+
+    def _jaxpr(
+        self,
+        prefix: str,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        slices: Collection[Any] = frozenset(),
+    ) -> list[Any]:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
-        self.run([(f"{prefix}/{i}", eqn) for i, eqn in enumerate(jaxpr.eqns)], env)
+        self.run([(f"{prefix}/{i}", eqn) for i, eqn in enumerate(jaxpr.eqns)], env, slices)
         return [a.val if isinstance(a, _compat.Literal) else env[a] for a in jaxpr.outvars]
 
     def _eqn(self, key: str, eqn: Any, args: list[Any]) -> list[Any]:
@@ -81,8 +113,10 @@ class Emitter:
         num_consts, num_carry = _compat.scan_sizes(eqn)
         consts, carry, xs = args[:num_consts], args[num_consts : num_consts + num_carry], args[num_consts + num_carry :]
 
+        slices = frozenset(() if remat else jaxpr.invars[num_consts + num_carry :])
+
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            outs = self._jaxpr(key, jaxpr, body_consts, [*consts, *carry, *x])
+            outs = self._jaxpr(key, jaxpr, body_consts, [*consts, *carry, *x], slices)
             return outs[:num_carry], outs[num_carry:]
 
         final, ys = lax.scan(

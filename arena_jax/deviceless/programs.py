@@ -194,7 +194,7 @@ def _resident(stage: StagePrograms, state: Sequence[jax.ShapeDtypeStruct]) -> Re
     # States ahead of all microbatches, constants and the batch: what of the pool no entry of the state is.
     constant = num_state + len(stage.roles.advanced)
     beside = [*pool[num_state:constant], *pool[constant + len(stage.roles.constant) : len(pool) - num_received]]
-    kept_inputs = [pool[i] for i in stage.residuals.from_inputs if i >= len(pool) - num_received]
+    kept_inputs = [pool[i] for i in stage.from_inputs if i >= len(pool) - num_received]
     return Resident(
         always=_bytes(state) + _bytes(stage.gradient_structs) + _bytes(beside),
         kept=_bytes(stage.kept_structs) + _bytes(kept_inputs),

@@ -158,7 +158,7 @@ class Pipeline:
                     continue
                 assert programs.forward is not None
                 sent, dependent[stage], totals[stage], saved = programs.forward(pool, number, totals[stage])
-                kept[stage, m] = saved, [pool[i] for i in programs.residuals.from_inputs]
+                kept[stage, m] = saved, [pool[i] for i in programs.from_inputs]
                 self._send(stage, m, sent, arrived)
             else:
                 assert programs.backward is not None

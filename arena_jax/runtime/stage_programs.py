@@ -1,12 +1,10 @@
 """The compiled programs of one pipeline stage: forward, backward, and what surrounds them.
 
-A forward program returns what its backward needs as plain arrays. Residuals that are inputs of the
-forward (parameters above all) are not returned but looked up again, so that no microbatch holds a
-copy of them.
+A forward program returns what its backward needs as plain arrays, all but what ``residuals.py`` finds again.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +20,7 @@ from arena_jax.compiler.trace import Trace
 from arena_jax.runtime.engine import Compile, Sums, compile_here
 from arena_jax.runtime.layout import StageLayout
 from arena_jax.runtime.one_stage import const_structs, consts_of
+from arena_jax.runtime.residuals import HandOver, hand_over
 from arena_jax.runtime.row_shards import RowShards
 from arena_jax.runtime.stage_function import StageFunction, StageInputs
 
@@ -57,38 +56,6 @@ def state_roles(stage_graph: StageGraph, stage_index: int) -> StateRoles:
     return StateRoles(**{name: tuple(found) for name, found in roles.items()})
 
 
-@dataclass
-class Residuals:
-    """How the leaves of a backward closure are found: among the forward's inputs or its results."""
-
-    treedef: Any = None
-    from_inputs: list[int] = field(default_factory=list)
-    where: list[tuple[bool, int]] = field(default_factory=list)
-
-    def split(self, closure: Any, pool: Sequence[Any]) -> list[Any]:
-        """Record where each leaf comes from; return those that must be kept."""
-        leaves, self.treedef = jax.tree.flatten(closure)
-        position = {id(x): i for i, x in enumerate(pool)}
-        self.from_inputs, self.where = [], []
-        kept: list[Any] = []
-        slots: dict[int, int] = {}
-        for leaf in leaves:
-            at = position.get(id(leaf))
-            if at is None:
-                self.where.append((False, len(kept)))
-                kept.append(leaf)
-                continue
-            if at not in slots:
-                slots[at] = len(self.from_inputs)
-                self.from_inputs.append(at)
-            self.where.append((True, slots[at]))
-        return kept
-
-    def join(self, kept: Sequence[Any], inputs: Sequence[Any]) -> Any:
-        leaves = [inputs[i] if from_input else kept[i] for from_input, i in self.where]
-        return jax.tree.unflatten(self.treedef, leaves)
-
-
 class StagePrograms:
     """Compiled programs of one stage.
 
@@ -99,6 +66,7 @@ class StagePrograms:
         both: for the last stage, ``(pool, microbatch, totals, gradients) -> (dependent state, totals,
             gradients, cotangents of received)``.
         kept_structs: what one microbatch's forward program keeps for its backward program.
+        from_inputs: positions in the pool of what the backward program takes beside that.
 
     A stage that is not ``here`` has no programs, only ``function``, ``layout``, ``roles``, ``positions`` and
     the shardings and structs of its gradients.
@@ -124,7 +92,7 @@ class StagePrograms:
         self.layout = layout
         self.num_microbatches = num_microbatches
         self.roles = state_roles(stage_graph, function.stage.index)
-        self.residuals = Residuals()
+        self.from_inputs: tuple[int, ...] = ()
         self._problem = problem
         self._sums = Sums(trace=function.trace)
         self._received_shardings = list(received_shardings)
@@ -366,11 +334,24 @@ class StagePrograms:
         lowered = jitted.lower(self.pool_structs, self._number_struct, self._totals_structs, self._gradient_structs)
         return self._compiled("both", lowered)
 
+    def _hand_over(self) -> HandOver:
+        """The forward pass, split from what the backward pass takes of it."""
+        size, layout = len(self.pool_structs), self.layout
+
+        def run(*flat: Any) -> tuple[Any, Any]:
+            pool, microbatch, totals = list(flat[:size]), flat[size], list(flat[size + 1 :])
+            sent, dependent, totals, closure = self._run(self._spread(pool), microbatch, totals)
+            return (sent, dependent, totals), closure
+
+        structs = [*self.pool_structs, self._number_struct, *self._totals_structs]
+        return hand_over(run, structs, lasting=size, fixed=len(layout.params) + len(layout.frozen))
+
     def _compile_pair(self) -> tuple[Any, Any]:
+        split = self._hand_over()
+
         def forward(pool: list[Any], microbatch: Any, totals: list[Any]) -> Any:
-            spread = self._spread(pool)
-            sent, dependent, totals, closure = self._run(spread, microbatch, totals)
-            return sent, dependent, totals, self.residuals.split(closure, spread)
+            (sent, dependent, totals), kept = split.forward(*pool, microbatch, *totals)
+            return sent, dependent, totals, kept
 
         shardings = (
             self._sent_shardings,
@@ -388,17 +369,16 @@ class StagePrograms:
         ]
 
         def backward(kept: list[Any], inputs: list[Any], cotangents: list[list[Any]], gradients: list[Any]) -> Any:
-            spread = [self._spread([x])[0] if i < num_params else x for i, x in zip(taken, inputs, strict=True)]
-            return self._pull_back(self.residuals.join(kept, spread), cotangents, gradients)
+            return self._pull_back(split.linearisation(kept, inputs), cotangents, gradients)
 
         stage = self.function.stage
-        num_params, taken = len(stage.params), self.residuals.from_inputs
         cotangents = [
             [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=s)] * count
             for v, s, count in zip(stage.sent, self._sent_shardings, self._num_consumers, strict=True)
             if is_differentiable(v)
         ]
-        inputs = [self.pool_structs[i] for i in self.residuals.from_inputs]
+        self.from_inputs = split.from_inputs
+        inputs = [self.pool_structs[i] for i in self.from_inputs]
         jitted = jax.jit(
             backward, donate_argnums=(3,), out_shardings=(self._summed_shardings, self._received_float_shardings())
         )
