@@ -22,7 +22,8 @@ from arena_jax.compiler.engines import Engine
 from arena_jax.compiler.graph import Graph, build_graph
 from arena_jax.compiler.inter_op.cuts import Costs, StageChoice, best_stages
 from arena_jax.compiler.inter_op.grid_search import GridSearch, plan_grid
-from arena_jax.compiler.inter_op.stage_cost import LayerWork, MeshCost, Option, layer_work, mesh_cost
+from arena_jax.compiler.inter_op.layer_work import LayerWork, layer_work
+from arena_jax.compiler.inter_op.stage_cost import MeshCost, Option, mesh_cost
 from arena_jax.compiler.intra_op import work as w
 from arena_jax.compiler.intra_op.sharding import ShardingSearch
 from arena_jax.compiler.layers import Layers, find_layers

@@ -7,7 +7,7 @@ import pytest
 
 from arena_jax.compiler import Constraints, Problem, make_problem, plan_problem
 from arena_jax.compiler.analysis import Analysis, analyse
-from arena_jax.grid import Estimate, GridShape
+from arena_jax.grid import Estimate, GridShape, Precision
 from tests.doubles import Toy, ToyLoader, toy_loss
 from tests.problems import recipe_analysis
 
@@ -54,6 +54,30 @@ def test_what_a_device_holds_by_hand(problem: Problem, analysis: Analysis) -> No
         (stage,) = estimate(analysis, zero=zero).stages
         for name, whole in {"parameters": held, "gradients": 2 * held, "optimizer": 2 * held}.items():
             assert stage.memory[name] == pytest.approx(whole / (2 if name in names else 1), rel=2e-3, abs=8)
+
+
+def test_half_precision_adds_copies_and_halves_what_a_microbatch_gives() -> None:
+    half = Precision(parameter="float32", compute="bfloat16", accumulation="float32")
+    problem = make_problem(
+        lambda rngs: Toy(rngs, hidden=WIDTH), optax.adam(1e-2), toy_loss, next(ToyLoader()), precision=half
+    )
+    held = sum(leaf.num_bytes for leaf in problem.of_kind("params"))
+    for zero, parts in {0: (1, 1), 1: (1, 1), 2: (1, 2), 3: (2, 2)}.items():
+        (stage,) = estimate(analyse(problem), zero=zero).stages
+        for name, by in zip(("parameters", "gradients"), parts, strict=True):
+            assert stage.memory[name] == pytest.approx(1.5 * held / by, rel=2e-3, abs=8)
+
+
+def test_a_tied_embedding_is_held_summed_and_reduced_in_both_stages() -> None:
+    analysis = recipe_analysis("gpt")
+    sizes = {leaf.name: leaf.num_bytes for leaf in analysis.problem.of_kind("params")}
+    held, embedding = sum(sizes.values()), sizes["embedding"]
+    stages = estimate(analysis, grid="a100:4/s2", m=2).stages
+    together = {name: sum(stage.memory[name] for stage in stages) for name in stages[0].memory}
+    assert together["parameters"] == pytest.approx(held + embedding, rel=1e-3)
+    assert together["gradients"] == pytest.approx(2 * (held + embedding), rel=1e-3)
+    assert together["optimizer"] == pytest.approx(2 * held, rel=1e-3)
+    assert sum(s.collective_bytes["all_reduce"] for s in stages) == pytest.approx(held + embedding, rel=1e-3)
 
 
 def test_what_a_step_sends_by_hand(problem: Problem, analysis: Analysis) -> None:

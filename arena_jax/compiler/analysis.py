@@ -8,7 +8,8 @@ from arena_jax.compiler.cost import Hardware
 from arena_jax.compiler.coupling import couples_samples
 from arena_jax.compiler.engines import Engine, engine
 from arena_jax.compiler.graph import Graph, build_graph
-from arena_jax.compiler.inter_op.stage_cost import MeshCost, Option, StateRatios, layer_work, mesh_cost, state_ratios
+from arena_jax.compiler.inter_op.layer_work import layer_work
+from arena_jax.compiler.inter_op.stage_cost import MeshCost, Option, StateRatios, mesh_cost, state_ratios
 from arena_jax.compiler.intra_op.prices import prices_of
 from arena_jax.compiler.intra_op.sharding import ShardingSearch
 from arena_jax.compiler.layers import Layers, find_layers
@@ -88,7 +89,8 @@ class Analysis:
         solver = solver or engine("highs")
         on_cpu = hardware.device.platform == "cpu"  # whose devices share what the machine has
         devices = hardware.allocation.num_devices if on_cpu else None
-        key = hardware.device.name, hardware.generation, devices, submesh, dp, tp, solver.name
+        alone = submesh.num_devices == hardware.allocation.num_devices
+        key = hardware.device.name, hardware.generation, devices, alone, submesh, dp, tp, solver.name
         if key not in self._meshes:
             ratios, shardings = self.ratios, []
             # Experts over dp have no shards of rows: shardings with and without them, at the prices of each.
@@ -112,7 +114,7 @@ class Analysis:
                     shardings += [lean] if lean is not None else []
             self._meshes[key] = tuple(
                 mesh_cost(
-                    layer_work(self.graph, self.layers, found),
+                    layer_work(self.graph, self.layers, found, self.shardings.casts),
                     hardware,
                     submesh,
                     ratios,

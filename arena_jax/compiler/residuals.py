@@ -6,6 +6,7 @@ again, and parameters, their casts and views are there anyway. Rules: jax's ``de
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from arena_jax.compiler.flops import KERNELS
@@ -53,9 +54,44 @@ class Operation(Protocol):
     @property
     def results(self) -> Sequence[Array]: ...
     @property
+    def times(self) -> float: ...
+    @property
     def again(self) -> bool: ...
     @property
     def rule(self) -> object | None: ...
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A parameter that is computed with in a narrower dtype.
+
+    Attributes:
+        copied: bytes of the narrow copy per byte of the parameter.
+        gradient: bytes of a microbatch's gradient per byte of the parameter.
+    """
+
+    copied: float = 0.0
+    gradient: float = 1.0
+
+
+def casts_of(ops: Sequence[Operation], parameters: Iterable[int]) -> Mapping[int, Cast]:
+    """Parameter's value number -> how it is cast, for those that are cast to a narrower dtype.
+
+    XLA casts once, ahead of the loop over microbatches. What is cast inside a loop over layers gets gradients in the
+    parameter's own dtype, as the loop stacks them behind the cast.
+    """
+    views = {number: number for number in parameters}
+    found: dict[int, Cast] = {}
+    for op in ops:
+        source = op.operands[0] if op.operands else None
+        if source is None or source.number not in views or op.name not in _OF_PARAMETER or len(op.results) != 1:
+            continue
+        result = op.results[0]
+        views[result.number] = views[source.number]
+        share = result.num_bytes / max(source.num_bytes, 1)
+        if op.name == "convert_element_type" and result.is_float and share < 1:
+            found[views[source.number]] = Cast(copied=share, gradient=share if op.times == 1 else 1.0)
+    return found
 
 
 def kept_shares(ops: Sequence[Operation], parameters: Iterable[int], inputs: Iterable[int]) -> Mapping[int, float]:

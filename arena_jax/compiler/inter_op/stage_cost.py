@@ -4,25 +4,20 @@ Per layer and mesh the search keeps what scales with the rows of a microbatch an
 that any number of microbatches and any run of layers is a sum over prefixes.
 """
 
-import itertools
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
 
-from arena_jax.compiler import _compat
 from arena_jax.compiler.cost import Hardware, Link, links_of
-from arena_jax.compiler.graph import Graph
+from arena_jax.compiler.inter_op.layer_work import LayerWork
 from arena_jax.compiler.intra_op import work as w
-from arena_jax.compiler.intra_op.layout import Axes
-from arena_jax.compiler.intra_op.products import Product, product_seconds
-from arena_jax.compiler.intra_op.sharding import Sharding
+from arena_jax.compiler.intra_op.products import product_seconds
 from arena_jax.compiler.layers import Layers
-from arena_jax.compiler.problem import PARAMS, STATE, Problem
+from arena_jax.compiler.problem import PARAMS, Problem
 from arena_jax.compiler.profiling.layer_programs import LayerProgram, LayerPrograms
 from arena_jax.grid import Submesh
 
@@ -30,99 +25,6 @@ DP, TP = w.AXES
 # A backward pass computes two products for every one of the forward pass.
 _BACKWARD = 2.0
 Floats = np.ndarray
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerWork:
-    """Work of every layer on one mesh shape; arrays are indexed by layer.
-
-    Attributes:
-        works: ``[layer, SIZE]`` work of each layer, for all rows of the global batch.
-        parameter_bytes: bytes of trainable parameters one device holds, those that dp shards apart.
-        kept_bytes: those of ``parameter_bytes`` that are annotated whole over dp, which ZeRO-3 leaves so.
-        spread_bytes: bytes of trainable parameters that are sharded over dp by themselves (experts).
-        frozen_bytes: bytes of frozen parameters one device holds.
-        products: the unlike matrix products of all layers.
-        times: ``[layer, product]`` how often each runs in a forward pass.
-    """
-
-    sharding: Sharding
-    works: Floats
-    parameter_bytes: Floats
-    kept_bytes: Floats
-    spread_bytes: Floats
-    frozen_bytes: Floats
-    products: tuple[Product, ...] = ()
-    times: Floats = field(default_factory=lambda: np.zeros((0, 0)))
-
-
-def layer_work(graph: Graph, layers: Layers, sharding: Sharding) -> LayerWork:
-    """Sum nodes into layers; a scan that spans layers is shared out by iterations."""
-    shares = _node_shares(graph, layers)
-    works = w.empty(layers.num_layers)
-    first_layer: dict[int, dict[int, float]] = {}
-    times: dict[Product, Floats] = {}
-    # Casts and views of parameters may stand far from their use: the layer that uses one holds it.
-    leaves_of: dict[Any, set[int]] = {var: {unit.leaf} for var, unit in graph.units.items()}
-    for index, node in enumerate(graph.nodes):
-        for layer, share in shares[index]:
-            works[layer] += sharding.works[index] * share
-            for product, count in sharding.products[index] if sharding.products else ():
-                times.setdefault(product, np.zeros(layers.num_layers))[layer] += count * share
-        used: set[int] = set()
-        for atom in node.eqn.invars:
-            if not isinstance(atom, _compat.Literal):
-                used |= leaves_of.get(atom, set())
-        if node.placed:
-            for leaf_number in used:
-                first_layer.setdefault(leaf_number, dict(shares[index]))
-        elif used:
-            leaves_of.update(dict.fromkeys(node.eqn.outvars, used))
-    held = np.zeros((4, layers.num_layers))
-    annotated = graph.trace.annotations.leaves
-    for leaf_number, leaf in enumerate(graph.trace.leaves):
-        if leaf.kind == STATE:
-            continue
-        used_axes = _axes_of(sharding.parameters.get(leaf_number, ()))
-        split = math.prod(size for axis, size in ((DP, sharding.dp), (TP, sharding.tp)) if axis in used_axes)
-        row = 2 if leaf.kind != PARAMS else int(DP in used_axes)
-        for layer, share in first_layer.get(leaf_number, {0: 1.0}).items():
-            held[row, layer] += leaf.num_bytes / split * share
-            if row == 0 and leaf_number in annotated and annotated[leaf_number].is_whole_over_dp:
-                held[3, layer] += leaf.num_bytes / split * share
-    return LayerWork(
-        sharding=sharding,
-        works=works,
-        parameter_bytes=held[0],
-        kept_bytes=held[3],
-        spread_bytes=held[1],
-        frozen_bytes=held[2],
-        products=tuple(times),
-        times=np.stack(list(times.values()), axis=1) if times else np.zeros((layers.num_layers, 0)),
-    )
-
-
-def _axes_of(axes: Axes) -> set[str]:
-    return {name for dim in axes for name in ((dim,) if isinstance(dim, str) else dim or ())}
-
-
-def _node_shares(graph: Graph, layers: Layers) -> list[list[tuple[int, float]]]:
-    """Per node, the layers it belongs to and its share in each."""
-    starts = layers.starts
-    shares: list[list[tuple[int, float]]] = []
-    layer = 0
-    for index, node in enumerate(graph.nodes):
-        while layer + 1 < len(starts) and (starts[layer + 1].node, starts[layer + 1].iteration) <= (index, 0):
-            layer += 1
-        inside = [k for k in range(layer + 1, len(starts)) if starts[k].node == index]
-        if not inside:
-            shares.append([(layer, 1.0)])
-            continue
-        length = node.eqn.params["length"]
-        bounds = [0, *(starts[k].iteration for k in inside), length]
-        shares.append([(layer + i, (b - a) / length) for i, (a, b) in enumerate(itertools.pairwise(bounds))])
-        layer += len(inside)
-    return shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,7 +246,7 @@ class MeshCost:
         return (
             (self._prefix(compute) + crossing) * self._learnt("compute_s"),
             self._prefix(communication) * self._learnt("communication_s"),
-            self._prefix(self._sync(option) + update) * self._learnt("gradients_and_update_s"),
+            (self.sync_s(option) + self._prefix(update)) * self._learnt("gradients_and_update_s"),
         )
 
     def passes_s(self, num_microbatches: int, option: Option) -> Floats:
@@ -359,10 +261,11 @@ class MeshCost:
         """Whether gradients are reduced over dp once a step, since shards of rows sum their own (``row_shards.py``)."""
         return self.row_shards and option.zero < 2 and not self.work.spread_bytes.any()
 
-    @property
+    @cached_property
     def summed_bytes(self) -> Floats:
-        """Per layer, bytes of the sums of gradients: each parameter's once, in the dtype that they add up in."""
-        return self.work.parameter_bytes * self.accumulator_ratio
+        """Bytes of the sums of gradients per run of layers: each parameter's once, in the dtype that they add up in."""
+        held: Floats = self._prefix(self.work.parameter_bytes) + self._tied["held_bytes"]
+        return held * self.accumulator_ratio
 
     def scatters(self, option: Option) -> bool:
         """Whether XLA scatters gradients where only shards of their sums are used; for a CPU it reduces them whole.
@@ -373,25 +276,24 @@ class MeshCost:
         return option.zero >= (1 if alone else 2) and self.hardware.device.platform != "cpu"
 
     def _sums_s(self, option: Option) -> Floats:
-        """Per layer, seconds to reduce the sums of gradients over dp; they are reduced together."""
+        """Seconds to reduce the sums of gradients over dp per run of layers; they are reduced together."""
         link = self._links[DP]
         seconds = link.reduce_scatter_s if self.scatters(option) else link.all_reduce_s
-        return np.asarray(seconds(self.summed_bytes)) - seconds(0.0)
-
-    def _sync(self, option: Option) -> Floats:
-        """Per layer, seconds of the collectives at the end of a step."""
-        held, kept = self.work.parameter_bytes, self.work.kept_bytes
-        gather_s = self._links[DP].all_gather_s
-        reduced = self._sums_s(option) if self.reduces_late(option) else np.zeros_like(held)
-        if option.zero in (1, 2):  # updated shards are gathered again
-            return reduced + np.asarray(gather_s(held))
-        if option.zero == 3:
-            return np.where(kept, np.asarray(gather_s(kept)), 0.0)
-        return reduced
+        own, tied = self.work.parameter_bytes, self._tied["held_bytes"]
+        return self._prefix(_scaling(seconds, own * self.accumulator_ratio)) + _scaling(
+            seconds, tied * self.accumulator_ratio
+        )
 
     def sync_s(self, option: Option) -> Floats:
         """Seconds of the collectives at the end of a step, per run of layers."""
-        return self._prefix(self._sync(option))
+        held, kept = self.work.parameter_bytes, self.work.kept_bytes
+        gather_s = self._links[DP].all_gather_s
+        seconds = self._sums_s(option) if self.reduces_late(option) else np.zeros((len(held), len(held)))
+        if option.zero in (1, 2):  # updated shards are gathered again
+            return seconds + self._prefix(np.asarray(gather_s(held)))
+        if option.zero == 3:
+            return self._prefix(np.where(kept, np.asarray(gather_s(kept)), 0.0))
+        return seconds
 
     def _kept(self, num_microbatches: int, option: Option) -> Floats:
         """Bytes that one microbatch keeps for its backward pass, per run of layers."""
@@ -418,20 +320,60 @@ class MeshCost:
         return self.hardware.pieces.fresh_memory_s(kept) * self._learnt("compute_s")
 
     def _memory(self, num_microbatches: int, in_flight: int, option: Option) -> Floats:
-        dp = self.dp
-        held, kept = self.work.parameter_bytes, self.work.kept_bytes
-        parameters = kept + (held - kept) / dp if option.zero == 3 else held
-        gradients = held * self.accumulator_ratio / (dp if option.zero >= 2 else 1)
-        optimizer = held * self.optimizer_ratio / (dp if option.zero >= 1 else 1)
-        # The gradients of one microbatch exist beside their sums.
-        passing = held / (dp if option.zero >= 2 else 1)
-        spread = self.work.spread_bytes * (2 + self.accumulator_ratio + self.optimizer_ratio)
-        static = parameters + gradients + optimizer + passing + spread + self.work.frozen_bytes
+        static = sum(self.static_bytes(option).values())
         saved = self.work.works[:, w.SAVED] / num_microbatches
         if not option.remat:
-            return self._prefix(static + saved * in_flight)
+            return static + self._prefix(saved * in_flight)
         inputs = self.live_bytes / (self.dp * num_microbatches)
-        return self._prefix(static + inputs * in_flight) + self._largest_saved / num_microbatches
+        return static + self._prefix(inputs * in_flight) + self._largest_saved / num_microbatches
+
+    def static_bytes(self, option: Option) -> dict[str, Floats]:
+        """Bytes of one device per run of layers that do not depend on rows, by what they hold.
+
+        The copies in which a program computes lie beside the parameters, the gradients of one microbatch beside
+        their sums. A program casts all parameters before its first microbatch: the copies are whole until ZeRO-3.
+        """
+        work, dp = self.work, self.dp
+        tied = self._tied
+        # Of a leaf that is tied to an earlier stage's, the copy has no optimizer state.
+        held = self._prefix(work.parameter_bytes) + tied["held_bytes"]
+        parameters = held + self._prefix(work.copied_bytes) + tied["copied_bytes"]
+        if option.zero == 3:
+            whole = self._prefix(work.kept_bytes)
+            parameters = whole + (parameters - whole) / dp
+        gradients = held * self.accumulator_ratio + self._prefix(work.gradient_bytes) + tied["gradient_bytes"]
+        optimizer = self._prefix(work.parameter_bytes) * self.optimizer_ratio
+        spread = self._prefix(work.spread_bytes)
+        return {
+            "parameters": parameters + spread + self._prefix(work.frozen_bytes),
+            "gradients": gradients / (dp if option.zero >= 2 else 1) + spread * (1 + self.accumulator_ratio),
+            "optimizer": optimizer / (dp if option.zero >= 1 else 1) + spread * self.optimizer_ratio,
+        }
+
+    @cached_property
+    def _tied(self) -> dict[str, Floats]:
+        """``[first, last]`` bytes that a run holds of parameters which belong to layers before it."""
+        count = len(self.work.works)
+        found = {name: np.zeros((count, count)) for name in ("held_bytes", "copied_bytes", "gradient_bytes")}
+        for leaf in self.work.tied:
+            uses = _meets(leaf.later, count) & ~_meets(leaf.first, count)
+            for name, num_bytes in found.items():
+                num_bytes += uses * getattr(leaf, name)
+        return found
+
+
+def _scaling(seconds: Callable[[Floats], Floats], num_bytes: Floats) -> Floats:
+    """Seconds of collectives without what it takes to start them, which they share."""
+    return np.asarray(seconds(num_bytes)) - seconds(np.zeros(()))
+
+
+def _meets(layers: Iterable[int], count: int) -> Floats:
+    """``[first, last]`` whether a run of layers has one of these."""
+    marks = np.zeros(count)
+    marks[list(layers)] = 1.0
+    total = np.concatenate([[0.0], np.cumsum(marks)])
+    has: Floats = total[None, 1:] - total[:-1, None] > 0
+    return has
 
 
 def mesh_cost(

@@ -4,7 +4,6 @@ Everything here is a difference of what :class:`~arena_jax.compiler.inter_op.sta
 neighbouring options, so that the parts add up to the numbers that the search ranked plans by.
 """
 
-import itertools
 from dataclasses import replace
 
 from arena_jax.compiler.inter_op.stage_cost import MeshCost, Option
@@ -64,7 +63,7 @@ def _collective_bytes(
             found[kind] = found.get(kind, 0.0) + c.num_bytes * times[c.phase]
     if mesh.dp > 1 and mesh.reduces_late(option):
         kind = "reduce_scatter" if mesh.scatters(option) else "all_reduce"
-        found[kind] = found.get(kind, 0.0) + float(mesh.summed_bytes[first : last + 1].sum())
+        found[kind] = found.get(kind, 0.0) + float(mesh.summed_bytes[layers])
     held, kept = (float(x[first : last + 1].sum()) for x in (mesh.work.parameter_bytes, mesh.work.kept_bytes))
     gathered = {1: held, 2: held, 3: 2 * num_microbatches * (held - kept) + kept}.get(option.zero, 0.0)
     if gathered:
@@ -76,21 +75,6 @@ def _memory(
     mesh: MeshCost, layers: tuple[int, int], num_microbatches: int, in_flight: int, option: Option
 ) -> dict[str, int]:
     """Bytes by what they hold; the activations are what the rest leaves of the sum."""
-
-    def static(zero: int) -> float:
-        return float(mesh.memory(num_microbatches, 0, Option(zero=zero, remat=False))[layers])
-
-    first, last = layers
-    frozen = float(mesh.work.frozen_bytes[first : last + 1].sum())
-    # Without ZeRO a device holds a parameter, its optimizer state, its gradient sum, and the gradient
-    # of one microbatch beside that; each level of ZeRO takes its part of the next.
-    level = [static(zero) for zero in range(option.zero + 1)]
-    saved = [a - b for a, b in itertools.pairwise(level)] + [0.0, 0.0, 0.0]
-    held = (level[0] - frozen) / (2 + mesh.optimizer_ratio + mesh.accumulator_ratio)
-    parts = {
-        "parameters": int(held + frozen - saved[2]),
-        "gradients": int(held * (1 + mesh.accumulator_ratio) - saved[1]),
-        "optimizer": int(held * mesh.optimizer_ratio - saved[0]),
-    }
+    parts = {name: int(num_bytes[layers]) for name, num_bytes in mesh.static_bytes(option).items()}
     whole = int(mesh.memory(num_microbatches, in_flight, option)[layers])
     return parts | {"activations": whole - sum(parts.values())}

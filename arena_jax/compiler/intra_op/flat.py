@@ -8,7 +8,7 @@ refers to values.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from arena_jax.compiler.dims import Rule, rule_of
 from arena_jax.compiler.flops import array_bytes
 from arena_jax.compiler.graph import Graph
 from arena_jax.compiler.problem import PARAMS
-from arena_jax.compiler.residuals import kept_shares
+from arena_jax.compiler.residuals import Cast, casts_of, kept_shares
 from arena_jax.compiler.rules.rule import Dims
 
 ARGUMENTS = frozenset({"argmax", "argmin"})
@@ -74,12 +74,14 @@ class Flat:
     Attributes:
         leaves: leaf number -> value.
         batch: position among the batch leaves -> value.
+        casts: number of a trainable leaf -> how it is cast, where it is to a narrower dtype.
     """
 
     ops: list[Op]
     leaves: dict[int, Value]
     batch: dict[int, Value]
     num_values: int
+    casts: Mapping[int, Cast] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -236,11 +238,12 @@ def flatten(graph: Graph) -> Flat:
         flattener.run(node.key, node.eqn, env, _Place("", index))
     leaves = {unit.leaf: env[var] for var, unit in graph.units.items()}
     batch = {i: env[var] for i, var in enumerate(trace.batch_vars)}
-    trainable = [value.number for leaf, value in leaves.items() if trace.leaves[leaf].kind == PARAMS]
+    trainable = {value.number: leaf for leaf, value in leaves.items() if trace.leaves[leaf].kind == PARAMS}
     made = {result.number for op in flattener.ops for result in op.results}
     shares = kept_shares(flattener.ops, trainable, set(range(flattener.num_values)) - made)
     ops = [replace(op, kept=tuple(shares.get(v.number, 0.0) for v in op.results)) for op in flattener.ops]
-    return Flat(ops, leaves, batch, flattener.num_values)
+    casts = {trainable[number]: cast for number, cast in casts_of(ops, trainable).items()}
+    return Flat(ops, leaves, batch, flattener.num_values, casts)
 
 
 @dataclass(frozen=True)

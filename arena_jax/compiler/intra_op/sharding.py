@@ -22,6 +22,7 @@ from arena_jax.compiler.intra_op.partition import Assignment, Partitioned, follo
 from arena_jax.compiler.intra_op.prices import Prices, nominal_prices
 from arena_jax.compiler.intra_op.products import Product, product_of
 from arena_jax.compiler.intra_op.strategies import Led, Step, Strategies, reading_work, strategies_of
+from arena_jax.compiler.residuals import Cast
 from arena_jax.errors import ArenaError
 
 # Good enough to stop at, and seconds after which the best found so far is taken.
@@ -76,6 +77,11 @@ class ShardingSearch:
     def _flow(self) -> Flow:
         trace = self._graph.trace
         return flow_of(self._flat, trace.leaves, trace.batch_has_rows)
+
+    @property
+    def casts(self) -> Mapping[int, Cast]:
+        """Number of a trainable leaf -> how it is cast, where it is to a narrower dtype."""
+        return self._flat.casts
 
     @property
     def has_experts(self) -> bool:

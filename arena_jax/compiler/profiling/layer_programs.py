@@ -171,7 +171,7 @@ class LayerPrograms:
         if whole:
             lines = {id(n.eqn): line_of(n.eqn, n.eqn.params, n.eqn.invars, n.eqn.outvars) for n in cut.graph.nodes}
             for stage in cut.stages.stages:
-                run = Emitter(None, {}).run
+                run: Run = Emitter(None, {}).run
                 programs.append(_program(cut, stage, lambda v: tuple(v.aval.shape), lines, run))
             return tuple(programs)
         if any(node.eqn.primitive.name == "scan" for node in cut.graph.nodes):
