@@ -264,3 +264,14 @@ def test_other_forms_are_refused() -> None:
     assert plan is not None
     with pytest.raises(UsageError, match="did you mean 'jax'"):
         plan.export("jxa")
+
+
+def test_independent_rows_are_refused_for_convolutions() -> None:
+    def loss(params: Any, state: Any, batch: Any) -> Any:
+        kernel = params["w"].reshape(3, 1, 1)
+        return jax.lax.conv_general_dilated(
+            batch[:, None], kernel, (1,), "SAME", dimension_numbers=("NCH", "HIO", "NCH")
+        ).mean(), state
+
+    with pytest.raises(ValueError, match="convolutions"):
+        one_step(small_plan(), loss, independent_rows=True)

@@ -137,3 +137,40 @@ def test_which_losses_are_those_of_their_parts() -> None:
     assert has_row_shards(traced(weighted))
     assert not has_row_shards(traced(mean, rate=0.5))
     assert not any(has_row_shards(traced(loss)) for loss in (normalised, branching, latest))
+
+
+class Pixels(nnx.Module):
+    """Convolutions whose window is one place: products, as XLA sees them."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.mix = nnx.List([nnx.Conv(WIDTH, WIDTH, (1, 1), rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for mix in self.mix:
+            x = x + jnp.tanh(mix(x))
+        return x
+
+
+@pytest.mark.parametrize("meshes", [[(2, 1)], [(2, 1), (2, 1)]])
+def test_convolutions_are_not_given_a_kernel_for_each_shard(meshes: list[tuple[int, int]]) -> None:
+    """XLA's partitioner computes such grouped products wrongly: the loss was 3 % off, without a word."""
+    images = RNG.standard_normal((2, ROWS, 4, 4, WIDTH)).astype("float32")
+    batch = {"x": images[0], "y": images[1]}
+
+    def loss(model: Pixels, batch: Any) -> jax.Array:
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+    problem = make_problem(Pixels, optax.sgd(1.0), loss, batch)
+    assert not has_row_shards(trace_loss(problem, MICROBATCHES))
+
+    def losses(meshes: list[tuple[int, int]]) -> list[float]:
+        devices = sum(dp * tp for dp, tp in meshes)
+        plan = make_plan(analyse(problem), f"cpu:{devices}", meshes, num_microbatches=MICROBATCHES)
+        program = compile_program(problem, plan)
+        state, found = program.init(), []
+        for _ in range(3):
+            state, metrics = program.step(state, batch)
+            found.append(float(metrics["loss"]))
+        return found
+
+    assert losses(meshes) == pytest.approx(losses([(1, 1)]), rel=1e-5)

@@ -101,6 +101,7 @@ def make_train_step(
     Args:
         independent_rows: you know that no row of the batch affects what another adds to the loss or to
             ``state``: no batch statistics, no dropout, no expert capacity, a mean over rows or ``(sum, weight)``.
+            A convolution is refused, for XLA's partitioner gets some wrong when each part has a kernel of its own.
             With several microbatches each part of dp then sums the gradients of its own rows, and they are
             reduced once a step, which the plan's own runtime does where it finds this to be so.
     """
@@ -153,6 +154,8 @@ def _gradients(loss_fn: Callable[..., Any], mesh: Mesh, num_shards: int) -> Call
         parts = [_over_shards(x.reshape(num_shards, -1, *x.shape[1:]), mesh) if jnp.ndim(x) else x for x in leaves]
         # Of state that rows affect there is more than one, which vmap refuses.
         over_dp = jax.vmap(evaluate, (0, None, tree.unflatten(at)), (0, 0, None), spmd_axis_name="dp")
+        if "conv_general_dilated" in str(jax.make_jaxpr(over_dp)(params, state, tree.unflatten(parts))):
+            raise ValueError("a model with convolutions trains without independent_rows=True")
         return over_dp(params, state, tree.unflatten(parts))
 
     def of_microbatch(params: Any, state: Any, rows: Any) -> Any:
