@@ -7,7 +7,6 @@ rematerialisation. Pure data parallelism, FSDP and Megatron tensor parallelism a
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,15 +27,6 @@ RECIPES = {
 }
 MAX_STAGES = 4
 MICROBATCHES = (1, 2, 4, 8)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A plan, what people call it, and what it is estimated to take."""
-
-    name: str
-    plan: Plan
-    estimate_s: float
 
 
 def problem_of(recipe: str) -> tuple[Problem, Any]:
@@ -70,20 +60,17 @@ def pins_of(allocation: Allocation, coupled: bool, chosen_microbatches: int) -> 
                         yield Constraints(stages=1, dp=1, tp=1, zero=0, remat="on"), m
 
 
-def candidates(analysis: Analysis, allocation: Allocation) -> tuple[Candidate, list[Candidate]]:
-    """The plan that is chosen, and all plans of the space without repeats, the chosen one first."""
+def candidates(analysis: Analysis, allocation: Allocation) -> list[tuple[Plan, float]]:
+    """All plans of the space without repeats, the chosen one first, and the seconds they are estimated to take."""
     rows = [row for row in plan_problem(analysis.problem, [allocation], analysis=analysis) if row.feasible]
     best = min(rows, key=lambda row: row.step_time_s or np.inf)
     assert best.plan is not None
     assert best.step_time_s is not None
-    chosen = Candidate(name=name_of(best.plan), plan=best.plan, estimate_s=best.step_time_s)
-    found = {chosen.plan.plan_id: chosen}
+    found = {best.plan.plan_id: (best.plan, best.step_time_s)}
     for pins, m in pins_of(allocation, bool(analysis.coupling), best.plan.num_microbatches):
         assert pins.stages is not None
         grid = GridShape(allocation, pins.stages)
         (row,) = plan_problem(analysis.problem, [grid], constraints=pins, num_microbatches=m, analysis=analysis)
         if row.plan is not None and row.step_time_s is not None:
-            found.setdefault(
-                row.plan.plan_id, Candidate(name=name_of(row.plan), plan=row.plan, estimate_s=row.step_time_s)
-            )
-    return chosen, list(found.values())
+            found.setdefault(row.plan.plan_id, (row.plan, row.step_time_s))
+    return list(found.values())

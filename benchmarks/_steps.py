@@ -74,8 +74,8 @@ def keep(recipe: str, spec: str, plans: Sequence[MeasuredPlan]) -> None:
 
 def enumerated(recipe: str, spec: str, problem: Problem) -> list[MeasuredPlan]:
     """All plans of an allocation, the chosen one first."""
-    _, found = candidates(analyse(problem), Allocation.parse(spec))
-    return [MeasuredPlan(plan=c.plan, estimate_s=c.estimate_s) for c in found]
+    found = candidates(analyse(problem), Allocation.parse(spec))
+    return [MeasuredPlan(plan=plan, estimate_s=seconds) for plan, seconds in found]
 
 
 @dataclass

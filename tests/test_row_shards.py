@@ -69,12 +69,16 @@ def reduced_bytes(text: str) -> dict[bool, float]:
 
 def trained(loss: Any, meshes: list[tuple[int, int]], *, zero: int = 0, **options: Any) -> tuple[list[float], Any]:
     problem = make_problem(lambda rngs: Net(rngs, **options), optax.adam(1e-2), loss, BATCH)
+    return trained_under(problem, BATCH, meshes, zero=zero)
+
+
+def trained_under(problem: Any, batch: Any, meshes: list[tuple[int, int]], *, zero: int = 0) -> tuple[list[float], Any]:
     devices = sum(dp * tp for dp, tp in meshes)
     plan = make_plan(analyse(problem), f"cpu:{devices}", meshes, zero=zero, num_microbatches=MICROBATCHES)
     program = compile_program(problem, plan)
     state, losses = program.init(), []
     for _ in range(3):
-        state, metrics = program.step(state, BATCH)
+        state, metrics = program.step(state, batch)
         losses.append(float(metrics["loss"]))
     return losses, engine(program)
 
@@ -162,15 +166,5 @@ def test_convolutions_are_not_given_a_kernel_for_each_shard(meshes: list[tuple[i
 
     problem = make_problem(Pixels, optax.sgd(1.0), loss, batch)
     assert not has_row_shards(trace_loss(problem, MICROBATCHES))
-
-    def losses(meshes: list[tuple[int, int]]) -> list[float]:
-        devices = sum(dp * tp for dp, tp in meshes)
-        plan = make_plan(analyse(problem), f"cpu:{devices}", meshes, num_microbatches=MICROBATCHES)
-        program = compile_program(problem, plan)
-        state, found = program.init(), []
-        for _ in range(3):
-            state, metrics = program.step(state, batch)
-            found.append(float(metrics["loss"]))
-        return found
-
-    assert losses(meshes) == pytest.approx(losses([(1, 1)]), rel=1e-5)
+    losses, alone = (trained_under(problem, batch, m)[0] for m in (meshes, [(1, 1)]))
+    assert losses == pytest.approx(alone, rel=1e-5)

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.cheap_xla import XLA_FLAGS
+
 ROOT = Path(__file__).resolve().parents[1]
 LOG = ROOT / ".verify" / "same_numbers.jsonl"
 TABLE = ROOT / "benchmarks" / "results" / "same_numbers"
 PRECISIONS = ("float64", "float32", "bfloat16")
-# XLA's cheaper passes: several hundred programs compile twice as fast, and the numbers hold as well.
-XLA_FLAGS = "--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
 
 def limits(precision: str) -> dict[str, float]:

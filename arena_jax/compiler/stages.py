@@ -195,7 +195,7 @@ def _output_homes(
 def _stages_that_write(trace: Trace, homes: Mapping[int, int]) -> dict[Any, int]:
     """Variable of a state leaf -> the stage that computes its new value from data."""
     first_state = len(trace.jaxpr.outvars) - len(trace.state_atoms)
-    leaves = [trace.leaf_vars[i] for i, leaf in enumerate(trace.leaves) if leaf.kind == STATE]
+    leaves = trace.state_vars
     return {var: homes[first_state + k] for k, var in enumerate(leaves) if first_state + k in homes}
 
 
@@ -218,7 +218,7 @@ def advanced_ahead(trace: Trace, graph: Graph) -> dict[int, set[int]]:
 
 def _add_what_state_reads(trace: Trace, ahead: Mapping[int, set[int]], inputs: Sequence[dict[Any, None]]) -> None:
     """State is advanced ahead on every stage that holds it: each needs what the update reads."""
-    leaves = [trace.leaf_vars[i] for i, leaf in enumerate(trace.leaves) if leaf.kind == STATE]
+    leaves = trace.state_vars
     position = {var: k for k, var in enumerate(leaves)}
     for used in inputs:
         pending = [var for var in used if var in position]

@@ -4,7 +4,6 @@ from typing import Any
 
 from arena_jax.compiler import _compat
 from arena_jax.compiler.graph import Graph
-from arena_jax.compiler.problem import STATE
 from arena_jax.compiler.stages import advanced_ahead
 
 
@@ -15,7 +14,7 @@ def state_spans(graph: Graph) -> list[tuple[int, int]]:
     included, as a scan can be cut itself; leaves that nothing placed reads are not.
     """
     trace = graph.trace
-    leaves = [trace.leaf_vars[i] for i, leaf in enumerate(trace.leaves) if leaf.kind == STATE]
+    leaves = trace.state_vars
     ahead = advanced_ahead(trace, graph)
     behind: dict[Any, set[int]] = {var: {k} for k, var in enumerate(leaves) if k not in ahead}
     read: dict[int, int] = {}

@@ -87,6 +87,11 @@ class Trace:
         return self.jaxpr.invars[: len(self.leaves)]
 
     @property
+    def state_vars(self) -> list[Any]:
+        """Variables of the state leaves, in the order of ``state_atoms``."""
+        return [var for var, leaf in zip(self.leaf_vars, self.leaves, strict=True) if leaf.kind == STATE]
+
+    @property
     def batch_vars(self) -> list[Any]:
         return self.jaxpr.invars[len(self.leaves) : len(self.leaves) + len(self.batch_names)]
 

@@ -204,13 +204,12 @@ class GridSearch:
 
     def boundary_s(self) -> np.ndarray:
         """Seconds to carry values into each layer and cotangents back: of one microbatch, or all where these add up."""
+        return np.array([self._crossing_s(num_bytes) for num_bytes in self._analysis.layers.live_bytes])
+
+    def _crossing_s(self, num_bytes: float, *, near: bool = False) -> float:
+        """Seconds of one boundary, both ways, where so many bytes cross."""
         times = self._m if self.shares_cores else 1
-        return np.array(
-            [
-                2 * (self._transfer_s(b) * times + self._dispatch_s) if b else 0.0
-                for b in self._analysis.layers.live_bytes
-            ]
-        )
+        return 2 * (self._transfer_s(num_bytes, near=near) * times + self._dispatch_s) if num_bytes else 0.0
 
     def _transfer_s(self, num_bytes: float, *, near: bool = False) -> float:
         """Moving one microbatch's share of bytes to the next stage, which shares its node where ``near``."""
@@ -286,12 +285,8 @@ class GridSearch:
             crossing = [self._transfer_s(self._analysis.layers.live_bytes[s.first]) for s in stages[1:]]
             issued = 2 * len(stages) - 1
             return self._m * (2 * sum(crossing) + issued * self._hardware.dispatch_s) * self._alone_share
-        seconds = 0.0
-        for stage, here in zip(stages[1:], near[1:], strict=True):
-            num_bytes = self._analysis.layers.live_bytes[stage.first]
-            if num_bytes:
-                seconds += self._transfer_s(num_bytes, near=here) + self._dispatch_s
-        return 2 * seconds
+        live_bytes = self._analysis.layers.live_bytes
+        return sum(self._crossing_s(live_bytes[s.first], near=n) for s, n in zip(stages[1:], near[1:], strict=True))
 
     @property
     def _alone_share(self) -> float:
