@@ -107,19 +107,37 @@ def _step_s(one: _Running, batch: Any, steps: int) -> float:
     return (time.perf_counter() - began) / steps
 
 
-def measure(recipe: str, spec: str, rounds: int) -> list[MeasuredPlan]:
-    """The plans of an allocation, measured in at least so many rounds on this machine, now if not before.
+class Turns:
+    """All plans of an allocation, compiled; what their steps take is kept after every round.
 
-    With no rounds they are compiled, which fills the compile cache.
+    A round that another machine measured is not counted.
     """
-    plans = kept(recipe, spec)
-    if plans and all(len(p.steps_s) >= rounds and p.machine == describe() for p in plans if rounds):
-        return plans
-    problem, batch = problem_of(recipe)
-    plans = plans or enumerated(recipe, spec, problem)
-    times = take_turns(started(problem, plans, batch), batch, rounds)
-    if rounds:
-        plans = [replace(p, steps_s=t, machine=describe()) for p, t in zip(plans, times, strict=True)]
-    keep(recipe, spec, plans)
-    print(f"{recipe} on {spec}: {len(plans)} plans, {rounds} rounds", flush=True)
-    return plans
+
+    def __init__(self, recipe: str, spec: str) -> None:
+        self.recipe, self.spec = recipe, spec
+        self.problem, self._batch = problem_of(recipe)
+        self.plans = kept(recipe, spec) or enumerated(recipe, spec, self.problem)
+        keep(recipe, spec, self.plans)
+        self._running: list[_Running] = []
+
+    def compile(self) -> None:
+        self._running = self._running or started(self.problem, self.plans, self._batch)
+
+    def until(self, rounds: int) -> None:
+        """Measure what is missing to so many rounds on this machine."""
+        here = describe()
+        known = [p.steps_s if p.machine == here else () for p in self.plans]
+        for _ in range(min(map(len, known)), rounds):
+            self.compile()
+            now = take_turns(self._running, self._batch, 1)
+            known = [a + b for a, b in zip(known, now, strict=True)]
+            self.plans = [replace(p, steps_s=t, machine=here) for p, t in zip(self.plans, known, strict=True)]
+            keep(self.recipe, self.spec, self.plans)
+
+
+def measure(recipe: str, spec: str, rounds: int) -> list[MeasuredPlan]:
+    """The plans of an allocation, measured in at least so many rounds on this machine, now if not before."""
+    turns = Turns(recipe, spec)
+    turns.until(rounds)
+    print(f"{recipe} on {spec}: {len(turns.plans)} plans, {rounds} rounds", flush=True)
+    return turns.plans
