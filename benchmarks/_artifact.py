@@ -352,10 +352,15 @@ class _AlpaSearch(GridSearch):
 
 @dataclass(frozen=True)
 class Picked:
-    """The plan of one number of stages that Alpa picks: what its cost model says of it, and our estimate."""
+    """The plan of one number of stages that Alpa picks: what its cost model says of it, and our estimate.
+
+    Attributes:
+        room: times the memory that a device has which the plan needs by our account.
+    """
 
     objective: float
     estimate: Estimate
+    room: float
 
 
 def estimate(row: Row, pp: int, hardware: Hardware, dp: int | None = None, tp: int | None = None) -> Picked | None:
@@ -373,7 +378,7 @@ def estimate(row: Row, pp: int, hardware: Hardware, dp: int | None = None, tp: i
             return None
         found = best_stages(grid, count, NUM_MICROBATCHES, search.costs, search.boundary_s(), solver=search.solver)
         if found is not None:
-            return Picked(found.objective, search.estimate(found.stages))
+            return Picked(found.objective, search.estimate(found.stages), room)
     return None
 
 
@@ -400,14 +405,18 @@ def estimate_equal(row: Row, pp: int, hardware: Hardware) -> Estimate | None:
     return None
 
 
-def best_free_s(row: Row, hardware: Hardware) -> float | None:
-    """Step seconds of the best plan there is at as many microbatches: any stages, ZeRO, with remat or without."""
-    constraints = Constraints()
+def best_free_s(row: Row, hardware: Hardware, room: float) -> float | None:
+    """Step seconds of the best plan there is at as many microbatches: any stages, ZeRO, with remat or without.
+
+    Args:
+        room: memory that the plans may take at least, since the plan they stand beside takes it.
+    """
     found = []
     for pp in range(1, min(row.num_gpus, analysis_of(row.job).layers.num_layers, MAX_STAGES) + 1):
         grid = GridShape(row.allocation, pp)
-        for room in _ROOM:
-            e = plan_grid(analysis_of(row.job), grid, roomier(hardware, room), constraints, NUM_MICROBATCHES).estimate
+        for more in (r for r in _ROOM if r >= room):
+            roomy = roomier(hardware, more)
+            e = plan_grid(analysis_of(row.job), grid, roomy, Constraints(), NUM_MICROBATCHES).estimate
             if e is not None:
                 found.append(e.step_time_s)
                 break

@@ -51,6 +51,7 @@ class Predicted:
     equal_s: float | None = None
     free_s: float | None = None
     picked_s: float | None = None
+    picked_room: float = 1.0
     compute_s: float = 0.0
 
     @property
@@ -83,7 +84,11 @@ class PredictedPlan:
 
     @property
     def compute_error(self) -> float:
-        return abs(self.parts["compute_s"] / self.plan.compute - 1)
+        return self.error_at(1.0)
+
+    def error_at(self, pace: float) -> float:
+        """Error of compute where kernels take so many times what they take one by one."""
+        return abs(self.parts["compute_s"] / (pace * self.plan.compute) - 1)
 
 
 def predict(recipe: str, cache: Path) -> None:
@@ -96,16 +101,18 @@ def predict(recipe: str, cache: Path) -> None:
         if row.job.recipe == recipe:
             hardware = art.hardware(row.gpu, row.nodes, row.per_node)
             found = {pp: art.estimate(row, pp, hardware) for pp in art.stage_counts(row)}
-            there = {pp: p.estimate for pp, p in found.items() if p is not None}
-            picked = min(there, key=lambda pp: found[pp].objective)
+            there = {pp: p for pp, p in found.items() if p is not None}
+            picked = min(there, key=lambda pp: there[pp].objective)
+            quickest = min(there.values(), key=lambda p: p.estimate.step_time_s)
             even = [e for pp in there if (e := art.estimate_equal(row, pp, hardware)) is not None]
             rows.append(
                 {
-                    "by_stages": {pp: art.iteration_s(e) for pp, e in there.items()},
+                    "by_stages": {pp: art.iteration_s(p.estimate) for pp, p in there.items()},
                     "picked": picked,
                     "equal_s": min(map(art.iteration_s, even), default=None),
-                    "picked_s": min((e.step_time_s for e in there.values()), default=None),
-                    "compute_s": there[picked].breakdown["compute_s"],
+                    "picked_s": quickest.estimate.step_time_s,
+                    "picked_room": quickest.room,
+                    "compute_s": there[picked].estimate.breakdown["compute_s"],
                 }
             )
     for plan in art.breakdown():
@@ -121,8 +128,9 @@ def search_freely(recipe: str, cache: Path) -> None:
     """Step seconds of the best plan of every row of one model; a finished file is kept."""
     path = cache / f"{recipe}.free.json"
     if not path.exists():
-        mine = [row for row in art.measured() if row.job.recipe == recipe]
-        _keep(path, [art.best_free_s(row, art.hardware(row.gpu, row.nodes, row.per_node)) for row in mine])
+        beside, _ = load([recipe], cache)
+        rooms = [(p.row, art.hardware(p.row.gpu, p.row.nodes, p.row.per_node), p.picked_room) for p in beside]
+        _keep(path, [art.best_free_s(*room) for room in rooms])
 
 
 def _keep(path: Path, found: Any) -> None:
@@ -244,6 +252,41 @@ def kind_of(plan: art.PlanRow) -> str:
     return "+".join(used) or "one"
 
 
+def pace(name: str) -> float:
+    """How much of its kernels' times, taken one by one, an iteration on one GPU took: rows that both tables hold."""
+    ran = {(r.job, r.gpu): r.seconds for r in art.measured() if r.num_gpus == 1}
+    alone = [p for p in art.breakdown() if p.row.num_gpus == 1 and (p.row.job, p.row.gpu) in ran]
+    ratios = [ran[p.row.job, p.row.gpu] / p.compute for p in alone if GROUPS[name](p.row.job.family)]
+    return float(np.exp(np.mean(np.log(ratios))))
+
+
+def slowest_stages(plans: Sequence[PredictedPlan]) -> list[list[Any]]:
+    """Time of the slowest stage over an even share, by the breakdown and by us, of pipelines of one GPU a stage.
+
+    An iteration takes every stage once and the slowest for the other microbatches; a microbatch's whole time is that of
+    the plan without stages on as many GPUs as tensor parallelism needs to hold the model.
+    """
+    again = art.NUM_MICROBATCHES - 1
+    wholes: dict[object, tuple[int, float, float]] = {}
+    for p in plans:
+        if p.plan.pp == p.plan.dp == 1:
+            tp, ours = p.plan.tp, p.parts["compute_s"]
+            whole = tp, tp * p.plan.compute / (again + 1), tp * ours / (again + 1)
+            key = p.plan.row.job, p.plan.row.gpu
+            wholes[key] = min(whole, wholes.get(key, whole))
+    found: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
+    for p in plans:
+        key = p.plan.row.job, p.plan.row.gpu
+        if p.plan.pp > 1 and p.plan.dp == p.plan.tp == 1 and key in wholes:
+            _, theirs_s, ours_s = wholes[key]
+            shares = (
+                (p.plan.compute / theirs_s - 1) / again * p.plan.pp,
+                (p.parts["compute_s"] / ours_s - 1) / again * p.plan.pp,
+            )
+            found.setdefault((p.plan.row.job.family, p.plan.row.gpu, p.plan.pp), []).append(shares)
+    return [[*key, len(v), *(f"{x:.2f}" for x in np.median(v, axis=0))] for key, v in sorted(found.items())]
+
+
 def rescaled(rows: Sequence[Predicted]) -> list[float]:
     """Errors of the usual shortcut: the time on a type's fewest GPUs, rescaled by their number."""
     first: dict[object, Predicted] = {}
@@ -317,6 +360,7 @@ def report(rows: list[Predicted], plans: list[PredictedPlan]) -> None:
             [name, "without odd rows", *spread([p.error for p in mine if not odd(p.row)]), ""],
             [name, "up to 4 GPUs", *spread([p.error for p in few]), f"{limit[2]:g}"],
             [name, "compute of a plan", *spread([p.compute_error for p in theirs]), f"{limit[3]:g}"],
+            [name, f"the same, theirs times {pace(name):.3f}", *spread([p.error_at(pace(name)) for p in theirs]), ""],
             [name, "shortcut: rescaled by GPUs", *spread(rescaled(mine)), ""],
             [name, "equal stages, not balanced", *spread(with_equal_stages(mine)), ""],
             [name, "the same rows, balanced", *spread(with_equal_stages(mine, balanced=True)), ""],
@@ -324,6 +368,10 @@ def report(rows: list[Predicted], plans: list[PredictedPlan]) -> None:
             [name, "the same by FLOPs over peak", "", f"{100 * by_peak:.1f}", "", "", ""],
             [name, "regret by the breakdown", *spread(regret(theirs, own_s)), f"mean {limit[5]:g}"],
             [name, "regret, float16 by bytes", *spread(regret(theirs, halved_s)), ""],
+            *(
+                [name, f"regret on {gpu}", *spread(regret([p for p in theirs if p.plan.row.gpu == gpu], own_s)), ""]
+                for gpu in ("a100", "a40")
+            ),
         ]
     lines += table(["models", "what", "rows", "median %", "p90 %", "mean %", "limit"], summary)
     cells: dict[tuple[str, str, int], list[Predicted]] = {}
@@ -358,6 +406,8 @@ def report(rows: list[Predicted], plans: list[PredictedPlan]) -> None:
             for k, v in sorted(kinds.items())
         ],
     )
+    lines += ["", "## The slowest stage over an even share, pipelines of one GPU a stage", ""]
+    lines += table(["family", "type", "stages", "rows", "theirs", "ours"], slowest_stages(plans))
     lines += [
         "",
         "## Choices that cost over 1 %, float16 by bytes: ours less theirs, chosen less best, % of the best",
