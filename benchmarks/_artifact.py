@@ -268,6 +268,8 @@ def _work(key: tuple[str, str], global_batch: int, dp: int, tp: int) -> LayerWor
             for phase in w.PHASES:
                 at = w.collective_at(axis, kind, phase)
                 factors[at + 1] = 1.0
+                if phase == w.PARAMETER:  # whatever the rows
+                    factors[at] = 1.0
                 if phase == w.GRADIENT:  # once a step, whatever the rows
                     factors[at : at + 2] = 1 / NUM_MICROBATCHES
     products = tuple(

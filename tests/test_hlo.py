@@ -224,3 +224,23 @@ ENTRY %main (p: f32[1024]) -> f32[256] {
 }
 """
     assert collectives(text) == (Collective(kind="reduce_scatter", num_bytes=4096, size=4, stride=1),)
+
+
+def test_the_tpu_compilers_scatter_is_an_all_reduce_in_a_computation_of_its_own() -> None:
+    text = """\
+HloModule m, is_scheduled=true
+
+%all-reduce-scatter.1.clone (p.1: bf16[8192,64]) -> bf16[1024,64] {
+  %p.1 = bf16[8192,64]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %all-reduce.2 = bf16[8192,64]{1,0:T(8,128)(2,1)} all-reduce(%p.1), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true, to_apply=%add
+  %zero = u32[] constant(0)
+  %shard = u32[] partition-id()
+  ROOT %slice = bf16[1024,64]{1,0} dynamic-slice(%all-reduce.2, %shard, %zero), dynamic_slice_sizes={1024,64}
+}
+
+ENTRY %main (p: bf16[8192,64]) -> bf16[1024,64] {
+  %p = bf16[8192,64]{1,0} parameter(0)
+  ROOT %fusion.1 = bf16[1024,64]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1.clone
+}
+"""
+    assert collectives(text) == (Collective(kind="reduce_scatter", num_bytes=2 * 8192 * 64, size=8, stride=1),)

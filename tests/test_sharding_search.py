@@ -3,6 +3,9 @@
 import pytest
 
 from arena_jax.compiler.intra_op import work as w
+from arena_jax.compiler.intra_op.flat import Value
+from arena_jax.compiler.intra_op.layout import TP, MeshShape
+from arena_jax.compiler.intra_op.strategies import reading_work, scattered
 from arena_jax.compiler.problem import STATE
 from tests.problems import recipe_analysis
 
@@ -83,3 +86,17 @@ def test_tensor_parallelism_shares_the_work(model: str) -> None:
 def test_every_primitive_of_the_models_has_a_rule() -> None:
     for model in ("gpt", "bert", "moe", "wide_resnet"):
         assert recipe_analysis(model).shardings.find(2, 2).unknown == ()
+
+
+def test_a_parameter_is_gathered_for_both_passes_of_every_microbatch_and_its_gradient_scattered() -> None:
+    mesh, value = MeshShape(2, 4), Value(number=0, shape=(8, 16), num_bytes=512, is_float=True)
+    moved = reading_work(mesh, value, (TP, 0), (0, 0), needs_gradient=True, is_parameter=True)
+    assert [*w.collectives(moved)] == [w.Collective("tp", "all_gather", w.PARAMETER, 1024, 2)]
+    frozen = reading_work(mesh, value, (TP, 0), (0, 0), needs_gradient=False, is_parameter=True)
+    assert [*w.collectives(frozen)] == [w.Collective("tp", "all_gather", w.PARAMETER, 512, 1)]
+    reader = w.empty()
+    w.add_collective(reader, "tp", "all_reduce", w.GRADIENT, 800)
+    both = reader + scattered(moved, reader)
+    assert both[w.collective_at("tp", "all_reduce", w.GRADIENT)] == 800 - 512
+    assert both[w.collective_at("tp", "reduce_scatter", w.GRADIENT)] == 512
+    assert not scattered(moved, w.empty()).any()  # a reader that is not split has the whole gradient

@@ -37,6 +37,8 @@ _KINDS = {
 }
 # Starts of these carry their operands beside their results.
 _CARRIES_OPERANDS = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+# The TPU compiler writes a reduce-scatter as a computation of its own: an all-reduce of which one shard is taken.
+_SCATTERING = "all-reduce-scatter"
 # What costs nothing of its own.
 _FREE = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional"})
 
@@ -156,7 +158,10 @@ class _Module:
             collective = self._collective(instruction)
             if collective is not None:
                 flops, num_bytes = beside.get(instruction.name, (0.0, 0.0))
-                yield replace(collective, count=times, beside_flops=flops, beside_bytes=num_bytes)
+                kind = collective.kind
+                if kind == "all_reduce" and name.startswith(_SCATTERING):
+                    kind = "reduce_scatter"
+                yield replace(collective, kind=kind, count=times, beside_flops=flops, beside_bytes=num_bytes)
                 continue
             for called in instruction.called:
                 yield from self.walk(called, times * self._trips(instruction))

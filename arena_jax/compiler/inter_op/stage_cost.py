@@ -174,7 +174,7 @@ class MeshCost:
             for kind in w.KINDS:
                 at = w.collective_at(axis, kind, phase)
                 num_bytes, counts = self.work.works[:, at], self.work.works[:, at + 1]
-                seconds = getattr(link, f"{kind}_s")
+                seconds = getattr(link, f"{self.built_kind(kind, phase)}_s")
                 start_s = seconds(0.0)
                 scaling += seconds(num_bytes) - start_s
                 fixed += counts * start_s
@@ -183,6 +183,11 @@ class MeshCost:
     @cached_property
     def _passes(self) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
         return self._communication(w.FORWARD), self._communication(w.BACKWARD)
+
+    @cached_property
+    def _parameters_s(self) -> Floats:
+        """Per layer, seconds of a microbatch to bring parameters to where its passes read them."""
+        return sum(self._communication(w.PARAMETER), np.zeros(len(self.work.works)))
 
     @cached_property
     def _gradients_s(self) -> tuple[Floats, Floats]:
@@ -229,7 +234,7 @@ class MeshCost:
         m = num_microbatches
         compute = passes * once_forward + once_backward
         crossing = self.hardware.pieces.crossing_s(self._kept(num_microbatches, option)) if self.looks_known else 0.0
-        communication = passes * (forward[0] / m + forward[1]) + backward[0] / m + backward[1]
+        communication = passes * (forward[0] / m + forward[1]) + backward[0] / m + backward[1] + self._parameters_s
         over_dp, over_tp = self._gradients_s
         if option.zero >= 2 and self.scatters(option):
             over_dp = over_dp / 2  # a ring scatters in half the steps that it reduces to all in
@@ -254,7 +259,8 @@ class MeshCost:
         (once_forward, ever_forward), (once_backward, ever_backward) = self._passes
         passes = 2.0 if option.remat else 1.0
         return self._prefix(
-            (passes * once_forward + once_backward) / num_microbatches + passes * ever_forward + ever_backward
+            (passes * once_forward + once_backward) / num_microbatches
+            + (passes * ever_forward + ever_backward + self._parameters_s)
         )
 
     def reduces_late(self, option: Option) -> bool:
@@ -266,6 +272,11 @@ class MeshCost:
         """Bytes of the sums of gradients per run of layers: each parameter's once, in the dtype that they add up in."""
         held: Floats = self._prefix(self.work.parameter_bytes) + self._tied["held_bytes"]
         return held * self.accumulator_ratio
+
+    def built_kind(self, kind: str, phase: str) -> str:
+        """The collective that XLA makes of one that was counted: for a CPU it scatters no gradient."""
+        whole = phase == w.GRADIENT and kind == "reduce_scatter" and self.hardware.device.platform == "cpu"
+        return "all_reduce" if whole else kind
 
     def scatters(self, option: Option) -> bool:
         """Whether XLA scatters gradients where only shards of their sums are used; for a CPU it reduces them whole.
@@ -309,7 +320,8 @@ class MeshCost:
         communication = self._passes[0]
         return (
             self._prefix(forward) * self._learnt("compute_s"),
-            self._prefix(communication[0] / num_microbatches + communication[1]) * self._learnt("communication_s"),
+            self._prefix(communication[0] / num_microbatches + communication[1] + self._parameters_s / 2)
+            * self._learnt("communication_s"),
         )
 
     def fresh_memory_s(self, num_microbatches: int, option: Option, layers: tuple[int, int]) -> float:

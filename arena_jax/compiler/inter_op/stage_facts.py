@@ -54,13 +54,17 @@ def _collective_bytes(
 ) -> dict[str, float]:
     """Bytes of a step's collectives by kind; a work vector counts passes over the whole batch, and gradients once."""
     first, last = layers
-    times = {w.FORWARD: 2 if option.remat else 1, w.BACKWARD: 1, w.GRADIENT: num_microbatches}
+    times = {w.FORWARD: 2 if option.remat else 1, w.BACKWARD: 1}
     found: dict[str, float] = {}
     for c in w.collectives(mesh.work.works[first : last + 1].sum(axis=0)):
         of_gradients = c.phase == w.GRADIENT and c.axis == w.AXES[0]
         if not (of_gradients and mesh.reduces_late(option)):
-            kind = "reduce_scatter" if of_gradients and option.zero >= 2 and mesh.scatters(option) else c.kind
-            found[kind] = found.get(kind, 0.0) + c.num_bytes * times[c.phase]
+            kind = (
+                "reduce_scatter"
+                if of_gradients and option.zero >= 2 and mesh.scatters(option)
+                else mesh.built_kind(c.kind, c.phase)
+            )
+            found[kind] = found.get(kind, 0.0) + c.num_bytes * times.get(c.phase, num_microbatches)
     if mesh.dp > 1 and mesh.reduces_late(option):
         kind = "reduce_scatter" if mesh.scatters(option) else "all_reduce"
         found[kind] = found.get(kind, 0.0) + float(mesh.summed_bytes[layers])

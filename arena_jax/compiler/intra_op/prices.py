@@ -98,8 +98,9 @@ def _prices(
     for (axis, kind), (byte_s, start_s) in links.items():
         for phase in w.PHASES:
             at = w.collective_at(axis, kind, phase)
-            once = phase != w.GRADIENT or (late_gradients and axis == w.AXES[0])
-            work[at] = byte_s * (1 if once else _MICROBATCHES)
+            late = phase == w.GRADIENT and late_gradients and axis == w.AXES[0]
+            often = phase in (w.GRADIENT, w.PARAMETER) and not late
+            work[at] = byte_s * (_MICROBATCHES if often else 1)
             # Gradients are reduced together: no start for each parameter.
             work[at + 1] = 0.0 if phase == w.GRADIENT else start_s
     return Prices(tuple(float(x) for x in work), parameter_s, parameter_memory)

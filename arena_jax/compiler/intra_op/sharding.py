@@ -21,7 +21,7 @@ from arena_jax.compiler.intra_op.layout import Axes, Layout, MeshShape, to_axes
 from arena_jax.compiler.intra_op.partition import Assignment, Partitioned, follow, partition
 from arena_jax.compiler.intra_op.prices import Prices, nominal_prices
 from arena_jax.compiler.intra_op.products import Product, product_of
-from arena_jax.compiler.intra_op.strategies import Led, Step, Strategies, reading_work, strategies_of
+from arena_jax.compiler.intra_op.strategies import Led, Step, Strategies, reading_work, scattered, strategies_of
 from arena_jax.compiler.residuals import Cast
 from arena_jax.errors import ArenaError
 
@@ -206,6 +206,8 @@ class TiedSpace:
                 if source != target:
                     moved = reading_work(mesh, value, source, target, step.needs_gradient[i], step.is_parameter[i])
                     work += moved * step.op.times
+                    if step.is_parameter[i]:
+                        work += scattered(moved, part.work) * step.op.times
             if step.decides and step.op.can_constrain and step.op.rule is not None:
                 specs.update(_specs(step, part))
         parameters = {leaf: led.layouts[choice[led.node]] for leaf, led in strategies.leaves.items()}

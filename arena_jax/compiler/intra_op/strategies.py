@@ -421,11 +421,36 @@ def _is_intense(op: Op) -> bool:
 def reading_work(
     mesh: MeshShape, value: Value, source: Layout, target: Layout, needs_gradient: bool, is_parameter: bool
 ) -> w.Floats:
-    """Work to bring a value to the layout a reader needs; cotangents of parameters are gradients."""
+    """Work to bring a value to the layout a reader needs.
+
+    Cotangents of parameters are gradients. A parameter is brought there in every microbatch, and again for the
+    backward pass: what a pass gathers is not kept.
+    """
     work = mesh.reshard(value.num_bytes, source, target, differentiable=needs_gradient)
-    if is_parameter:
-        for c in list(w.collectives(work)):
-            if c.phase == w.BACKWARD:
-                work[w.collective_at(c.axis, c.kind, c.phase) : w.collective_at(c.axis, c.kind, c.phase) + 2] = 0
-                w.add_collective(work, c.axis, c.kind, w.GRADIENT, c.num_bytes, c.count)
-    return work
+    if not is_parameter:
+        return work
+    found = w.empty()
+    for c in w.collectives(work):
+        phase, times = (w.GRADIENT, 1) if c.phase == w.BACKWARD else (w.PARAMETER, 2 if needs_gradient else 1)
+        w.add_collective(found, c.axis, c.kind, phase, times * c.num_bytes, times * c.count)
+    return found
+
+
+def scattered(moved: w.Floats, reader: w.Floats) -> w.Floats:
+    """What changes where a reader's gradient of a parameter is reduced over tp and a shard of it kept: XLA scatters it.
+
+    Over dp that is ZeRO's choice.
+
+    Args:
+        moved: work to bring the parameter to the reader.
+        reader: work of the reader, whose gradients count as reduced to all.
+    """
+    change = w.empty()
+    (_, tp) = w.AXES
+    gathered = moved[w.collective_at(tp, "all_gather", w.PARAMETER)] / 2
+    at = w.collective_at(tp, "all_reduce", w.GRADIENT)
+    num_bytes = min(gathered, reader[at])
+    if num_bytes:
+        change[at] = -num_bytes
+        w.add_collective(change, tp, "reduce_scatter", w.GRADIENT, num_bytes)
+    return change

@@ -16,9 +16,10 @@ Floats = np.ndarray
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int8")
 AXES = ("dp", "tp")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-# A collective runs in every forward pass, in every backward pass, or for gradients of parameters.
-FORWARD, BACKWARD, GRADIENT = "forward", "backward", "gradient"
-PHASES = (FORWARD, BACKWARD, GRADIENT)
+# A collective runs in every forward pass, in every backward pass, for gradients of parameters, or to bring parameters
+# to where a microbatch's passes read them. The last two are as large whatever the rows.
+FORWARD, BACKWARD, GRADIENT, PARAMETER = "forward", "backward", "gradient", "parameter"
+PHASES = (FORWARD, BACKWARD, GRADIENT, PARAMETER)
 
 MOVED = len(DTYPES)
 NUM_OPS = MOVED + 1

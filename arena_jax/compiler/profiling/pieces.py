@@ -241,7 +241,7 @@ def _communication(mesh: MeshCost, num_microbatches: int) -> dict[tuple[str, int
     sizes = {"dp": mesh.dp, "tp": mesh.tp}
     for c in w.collectives(mesh.work.works.sum(axis=0)):
         link = mesh.link(c.axis)
-        times = num_microbatches if c.phase == w.GRADIENT else 1
+        times = num_microbatches if c.phase in (w.GRADIENT, w.PARAMETER) else 1
         seconds = float(getattr(link, f"{c.kind}_s")(c.num_bytes)) * times
         found[c.kind, sizes[c.axis]] = found.get((c.kind, sizes[c.axis]), 0.0) + seconds
     if mesh.dp > 1:  # ZeRO gathers what dp shards
