@@ -244,3 +244,29 @@ ENTRY %main (p: bf16[8192,64]) -> bf16[1024,64] {
 }
 """
     assert collectives(text) == (Collective(kind="reduce_scatter", num_bytes=2 * 8192 * 64, size=8, stride=1),)
+
+
+def test_a_collective_that_several_fusions_share_counts_once() -> None:
+    text = """\
+HloModule m, is_scheduled=true
+
+%begin (p.1: bf16[16,64]) -> (bf16[16,64], bf16[64,64]) {
+  %p.1 = bf16[16,64]{1,0} parameter(0)
+  %all-gather.1 = bf16[64,64]{1,0} all-gather(%p.1), channel_id=5, replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %custom-call.1 = (bf16[16,64]{1,0}, bf16[64,64]{1,0}) custom-call(%p.1, %all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%beside (p.2: bf16[16,64], p.3: bf16[64,64]) -> bf16[64,64] {
+  %p.2 = bf16[16,64]{1,0} parameter(0)
+  %p.3 = bf16[64,64]{1,0} parameter(1)
+  ROOT %all-gather.2 = bf16[64,64]{1,0} all-gather(%p.2), channel_id=5, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+ENTRY %main (p: bf16[16,64]) -> bf16[64,64] {
+  %p = bf16[16,64]{1,0} parameter(0)
+  %async-collective-start = (bf16[16,64]{1,0}, bf16[64,64]{1,0}) fusion(%p), kind=kCustom, calls=%begin
+  %whole = bf16[64,64]{1,0} get-tuple-element(%async-collective-start), index=1
+  ROOT %async-collective-done = bf16[64,64]{1,0} fusion(%p, %whole), kind=kCustom, calls=%beside
+}
+"""
+    assert collectives(text) == (Collective(kind="all_gather", num_bytes=2 * 64 * 64, size=4, stride=1),)

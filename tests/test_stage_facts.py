@@ -108,6 +108,16 @@ def test_only_zero_3_gathers_parameters(analysis: Analysis) -> None:
         assert (stage.communication["parameters"] > 0) == (zero == 3)
 
 
+def test_zero_3_gathers_in_the_dtype_of_computing_for_every_pass() -> None:
+    """As XLA builds it for CUDA and TPU: twice a microbatch, three times where the forward pass runs again."""
+    analysis = recipe_analysis("gpt", "precision.compute=bfloat16")
+    for remat, passes in (("off", 2), ("on", 3)):
+        (stage,) = estimate(analysis, zero=3, remat=remat).stages
+        (once,) = estimate(analysis, zero=1, remat=remat).stages
+        gathered = stage.collective_bytes["all_gather"]
+        assert gathered == pytest.approx(passes * 2 * once.collective_bytes["all_gather"] / 2, rel=0.02)
+
+
 def test_only_later_stages_receive(analysis: Analysis) -> None:
     first, *rest = estimate(analysis, grid="a100:2/s2", m=4).stages
     assert first.transfer_s == 0

@@ -25,6 +25,7 @@ _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\
 _MESH = re.compile(r"replica_groups=\w*mesh\w*\[(?P<dims>[^\]]*)\]\s*\{(?P<axes>[^}]*)\}")
 _AXIS = re.compile(r"'([^']+)'=(\d+)")
 _USED = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _PAIRS = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
 _KINDS = {
     "all-reduce": "all_reduce",
@@ -150,21 +151,33 @@ class _Module:
                     )
         return cls(entry, computations)
 
-    def walk(self, name: str, times: float) -> Iterator[Collective]:
-        """Collectives that running a computation so often runs, in order."""
+    def walk(self, name: str, times: float, begun: set[str] | None = None) -> Iterator[Collective]:
+        """Collectives that running a computation so often runs, in order.
+
+        Args:
+            begun: of a fusion's computation, channels of collectives that fusions before it began. The TPU compiler
+                spreads one collective over several fusions, and names it in each.
+        """
         instructions = self.computations.get(name, ())
         beside = self._beside(instructions)
+        fused: set[str] = set() if begun is None else begun
         for instruction in instructions:
             collective = self._collective(instruction)
             if collective is not None:
+                channel = _CHANNEL.search(instruction.rest)
+                if begun is not None and channel:
+                    if channel[1] in begun:
+                        continue
+                    begun.add(channel[1])
                 flops, num_bytes = beside.get(instruction.name, (0.0, 0.0))
                 kind = collective.kind
                 if kind == "all_reduce" and name.startswith(_SCATTERING):
                     kind = "reduce_scatter"
                 yield replace(collective, kind=kind, count=times, beside_flops=flops, beside_bytes=num_bytes)
                 continue
+            in_fusion = fused if instruction.opcode == "fusion" else None
             for called in instruction.called:
-                yield from self.walk(called, times * self._trips(instruction))
+                yield from self.walk(called, times * self._trips(instruction), in_fusion)
 
     def _trips(self, instruction: _Instruction) -> float:
         """How often a loop goes round: as XLA says, or as it compares its counter with one number."""

@@ -239,10 +239,10 @@ class MeshCost:
         if option.zero >= 2 and self.scatters(option):
             over_dp = over_dp / 2  # a ring scatters in half the steps that it reduces to all in
         communication = communication + over_tp + (0.0 if self.reduces_late(option) else over_dp)
-        dp = self._links[DP]
-        held, kept = self.work.parameter_bytes, self.work.kept_bytes
+        held = self.work.parameter_bytes
         if option.zero == 3:
-            communication = communication + 2 * np.asarray(dp.all_gather_s(held - kept))
+            gather_s = np.asarray(self._links[DP].all_gather_s(self.gathered_bytes))
+            communication = communication + self.num_gathers(option) * gather_s
         share = self.dp if option.zero else 1
         updated = held / share + self.work.spread_bytes
         update = self.hardware.memory_s(updated * (2 + 2 * self.optimizer_ratio + self.accumulator_ratio))
@@ -294,6 +294,19 @@ class MeshCost:
         return self._prefix(_scaling(seconds, own * self.accumulator_ratio)) + _scaling(
             seconds, tied * self.accumulator_ratio
         )
+
+    @staticmethod
+    def num_gathers(option: Option) -> int:
+        """How often a microbatch gathers a parameter that ZeRO-3 shards: for each pass that reads it."""
+        return 3 if option.remat else 2
+
+    @cached_property
+    def gathered_bytes(self) -> Floats:
+        """Per layer, bytes of the parameters that ZeRO-3 gathers for a pass, in the dtype that is computed in."""
+        work = self.work
+        narrower = 1 - work.copied_bytes / np.maximum(work.parameter_bytes, 1.0)
+        gathered: Floats = (work.parameter_bytes - work.kept_bytes) * narrower
+        return gathered
 
     def sync_s(self, option: Option) -> Floats:
         """Seconds of the collectives at the end of a step, per run of layers."""

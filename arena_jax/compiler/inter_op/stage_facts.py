@@ -35,7 +35,7 @@ def stage_facts(
         compute_s=compute_s,
         communication_s=communication_s,
         memory_bytes=int(mesh.memory(num_microbatches, in_flight, option)[layers]),
-        forward_s=forward[0] + forward[1] + gathers_s / 2,
+        forward_s=forward[0] + forward[1] + gathers_s / mesh.num_gathers(option),
         transfer_s=transfer_s,
         update_s=update_s,
         sync_s=float(mesh.sync_s(option)[layers]),
@@ -68,8 +68,11 @@ def _collective_bytes(
     if mesh.dp > 1 and mesh.reduces_late(option):
         kind = "reduce_scatter" if mesh.scatters(option) else "all_reduce"
         found[kind] = found.get(kind, 0.0) + float(mesh.summed_bytes[layers])
-    held, kept = (float(x[first : last + 1].sum()) for x in (mesh.work.parameter_bytes, mesh.work.kept_bytes))
-    gathered = {1: held, 2: held, 3: 2 * num_microbatches * (held - kept) + kept}.get(option.zero, 0.0)
+    held, kept, whole = (
+        float(x[first : last + 1].sum()) for x in (mesh.work.parameter_bytes, mesh.work.kept_bytes, mesh.gathered_bytes)
+    )
+    passes = mesh.num_gathers(option) * num_microbatches
+    gathered = {1: held, 2: held, 3: passes * whole + kept}.get(option.zero, 0.0)
     if gathered:
         found["all_gather"] = found.get("all_gather", 0.0) + gathered
     return found
