@@ -11,7 +11,8 @@ from typing import Any
 
 from arena_jax.compiler.hlo import Collective
 
-_FORMAT = 1
+# 2: collectives of the TPU compiler that several fusions share, and its scatters, are read as what they are.
+_FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
