@@ -1,9 +1,10 @@
 """What profiling costs against running: device seconds for all candidate plans of a recipe on 8 devices.
 
 Profiling times each piece once however many plans hold it, on one device. Running times every plan on
-all its devices. Both with the same number of repeats and the same warm-up. A second recipe that shares
-layers pays for the new ones only. Plans' steps are those that :mod:`benchmarks._steps` keeps, where they
-were measured; the others count as what they are estimated to take.
+all its devices. Both with the same number of repeats and the same warm-up. Candidates are the plans that the pieces
+are made for, as far as all their stages are alike: every number of stages, mesh of a stage, number of microbatches,
+ZeRO level and rematerialisation. Their steps are those that :mod:`benchmarks._steps` keeps, where they were measured;
+the others count as what they are estimated to take. A second recipe that shares layers pays for the new ones only.
 
     python -m benchmarks.profile_cost [--on cpu:8] [--recipe gpt_tiny] [--second bert_tiny] [--store FILE]
 """
@@ -17,24 +18,57 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import tempfile
 import time
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from arena_jax.compiler import analyse
+from arena_jax.compiler import Analysis, analyse
+from arena_jax.compiler.analysis import Constraints
 from arena_jax.compiler.cost import hardware_of
 from arena_jax.compiler.profiling.pieces import pieces_of
 from arena_jax.compiler.profiling.profiler import REPEATS, profile
-from arena_jax.grid import Allocation, ProfileStore
+from arena_jax.compiler.search import MAX_STAGES, microbatch_choices, plan_problem
+from arena_jax.grid import Allocation, GridShape, ProfileStore, grids_of, logical_meshes
 from arena_jax.start import start_jax
-from benchmarks._plan_space import RECIPES, problem_of
+from benchmarks._plan_space import RECIPES, name_of, problem_of
 from benchmarks._report import table, write
-from benchmarks._steps import enumerated, kept
+from benchmarks._steps import kept
 
 NAME = "profile_cost"
 # Published for the system this one follows, as an average over its models.
 WANTED = 18.1
 # Runs before the repeats: one that compiles and fills caches, one that tells how long a run is.
 WARM_UP = 2
+
+
+def candidates(analysis: Analysis, allocation: Allocation) -> dict[str, float]:
+    """Estimated step seconds of every plan whose stages are alike, by the plan's name."""
+    found: dict[str, float] = {}
+    for grid in grids_of(allocation, MAX_STAGES):
+        if grid.num_devices % grid.num_stages:
+            continue
+        for dp, tp in logical_meshes(grid.num_devices // grid.num_stages):
+            for m in microbatch_choices(analysis.problem, None):
+                for option in Constraints().options():
+                    if option.zero and dp == 1:
+                        continue
+                    remat = "on" if option.remat else "off"
+                    pins = Constraints(stages=grid.num_stages, dp=dp, tp=tp, zero=option.zero, remat=remat)
+                    (row,) = plan_problem(
+                        analysis.problem,
+                        [GridShape(allocation, grid.num_stages)],
+                        constraints=pins,
+                        num_microbatches=m,
+                        analysis=analysis,
+                    )
+                    if row.plan is not None and row.step_time_s is not None:
+                        found[name_of(row.plan)] = row.step_time_s
+    return found
+
+
+def running_s(steps_s: Iterable[float], allocation: Allocation) -> float:
+    """Device seconds to run plans as often as pieces are."""
+    return (REPEATS + WARM_UP) * allocation.num_devices * sum(steps_s)
 
 
 def profile_into(store: ProfileStore, recipe: str, spec: str) -> dict[str, Any]:
@@ -71,18 +105,24 @@ def main() -> None:
     start_jax(8)
     problem, _ = problem_of(args.recipe)
     allocation = Allocation.parse(args.on)
-    plans = kept(args.recipe, args.on) or enumerated(args.recipe, args.on, problem)
-    times = [plan.step_s if plan.steps_s else plan.estimate_s for plan in plans]
-    measured = sum(bool(plan.steps_s) for plan in plans)
-    running_s = (REPEATS + WARM_UP) * allocation.num_devices * sum(times)
+    measured = [plan for plan in kept(args.recipe, args.on) if plan.steps_s]
+    steps_s = candidates(analyse(problem), allocation) | {p.name: p.step_s for p in measured}
+    all_s, measured_s = running_s(steps_s.values(), allocation), running_s([p.step_s for p in measured], allocation)
     with tempfile.TemporaryDirectory() as folder:
         store = ProfileStore(args.store or Path(folder) / "profiles.sqlite")
         first = profile_into(store, args.recipe, args.on)
         second = profile_into(store, args.second, args.on)
-    ratio = running_s / first["device_s"]
+    ratio = all_s / first["device_s"]
+    few = measured_s / first["device_s"]
     rows = [
-        [f"run {len(plans)} plans of {args.recipe} on {args.on}", "", f"{running_s:.0f}", ""],
-        ["profile it", f"{first['timed']} ({first['known']} known)", f"{first['device_s']:.1f}", f"{ratio:.1f}"],
+        [f"run {len(steps_s)} plans of {args.recipe} on {args.on}", "", f"{all_s:.0f}", ""],
+        [f"of these the {len(measured)} that were measured", "", f"{measured_s:.0f}", ""],
+        [
+            "profile it",
+            f"{first['timed']} ({first['known']} known)",
+            f"{first['device_s']:.1f}",
+            f"{ratio:.1f} ({few:.1f} than the measured)",
+        ],
         [
             f"profile {args.second} then",
             f"{second['timed']} ({second['known']} known)",
@@ -95,15 +135,16 @@ def main() -> None:
         "",
         (
             f"{REPEATS} repeats and {WARM_UP} runs before them, for pieces as for plans; wanted {WANTED} times less."
-            f" {measured} of {len(plans)} plans' steps were measured, the others are estimated. Compiling is counted on"
-            " neither side."
+            f" {len(measured)} of {len(steps_s)} plans' steps were measured, the others are estimated. Compiling is"
+            " counted on neither side."
         ),
     ]
     data = {
         "on": args.on,
-        "num_plans": len(plans),
-        "num_measured": measured,
-        "running_device_s": running_s,
+        "num_plans": len(steps_s),
+        "num_measured": len(measured),
+        "running_device_s": all_s,
+        "running_measured_device_s": measured_s,
         "ratio": ratio,
         "profiling": [first, second],
     }

@@ -127,7 +127,7 @@ def test_a_program_is_read_back_as_it_was_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "garbage", "[]", "{}", '{"format": 2, "fingerprint": "NAME", "compiled": {}}', '{"format": 1, "finger'],
+    ["", "garbage", "[]", "{}", '{"format": 99, "fingerprint": "NAME", "compiled": {}}', '{"format": 1, "finger'],
 )
 def test_a_damaged_or_foreign_file_is_as_good_as_none(tmp_path: Path, text: str) -> None:
     store = ProgramStore(tmp_path)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from arena_jax import node_rates
 from arena_jax.compiler.analysis import Constraints
 from arena_jax.compiler.cost import hardware_of
 from arena_jax.compiler.cost.cores import share_of_cores
@@ -33,8 +34,8 @@ TWO = Allocation("cpu", 1, 2)
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ARENA_JAX_HOME", str(tmp_path))
-    rates = {"format": 3.0, "cores": float(os.cpu_count() or 1), "float32": 1e11, "float64": 5e10}
-    rates |= {"convolution": 1e11, "bytes_per_s": 1e10}
+    rates = {"format": node_rates._FORMAT, "cores": float(os.cpu_count() or 1), "float32": 1e11, "float64": 5e10}
+    rates |= {"convolution": 1e11, "pass_bytes_per_s": 5e9, "bytes_per_s": 1e10}
     (tmp_path / "cpu.json").write_text(json.dumps(rates))
     return tmp_path
 
