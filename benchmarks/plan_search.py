@@ -2,7 +2,7 @@
 
 Three tables: the search of all grids of one 16-device allocation and of five device types, cold and from
 the store; shardings with repeated layers tied against untied ones, without and with a memory cap; and the
-search at few numbers of stages (1, as many as nodes, twice that) against all of them.
+search at few numbers of stages (1, and from as many as nodes to twice that) against all of them.
 How the engines compare is `benchmarks.engine_agreement`.
 
     python -m benchmarks.plan_search [--recipe gpt_1_3b]...
@@ -72,7 +72,7 @@ def best_s(index: PlanIndex) -> float:
 
 def pruned(recipe: str, problem: Problem) -> dict[str, Any]:
     """Few numbers of stages against all, each with an analysis of its own."""
-    few = [GridShape(ONE, s) for s in (1, ONE.num_nodes, 2 * ONE.num_nodes)]
+    few = [GridShape(ONE, s) for s in (1, *range(ONE.num_nodes, 2 * ONE.num_nodes + 1))]
     every, all_s, all_cpu = timed(lambda: plan_problem(problem, [ONE], analysis=analyse(problem)))
     some, few_s, few_cpu = timed(lambda: plan_problem(problem, few, analysis=analyse(problem)))
     _one, one_s, one_cpu = timed(lambda: plan_problem(problem, few[1:2], analysis=analyse(problem)))
