@@ -59,11 +59,8 @@ def _collective_bytes(
     for c in w.collectives(mesh.work.works[first : last + 1].sum(axis=0)):
         of_gradients = c.phase == w.GRADIENT and c.axis == w.AXES[0]
         if not (of_gradients and mesh.reduces_late(option)):
-            kind = (
-                "reduce_scatter"
-                if of_gradients and option.zero >= 2 and mesh.scatters(option)
-                else mesh.built_kind(c.kind, c.phase)
-            )
+            of_zero = of_gradients and option.zero >= 2 and mesh.scatters(option)
+            kind = "reduce_scatter" if of_zero else mesh.built_kind(c.kind, c.phase)
             found[kind] = found.get(kind, 0.0) + c.num_bytes * times.get(c.phase, num_microbatches)
     if mesh.dp > 1 and mesh.reduces_late(option):
         kind = "reduce_scatter" if mesh.scatters(option) else "all_reduce"

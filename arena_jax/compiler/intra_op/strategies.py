@@ -437,12 +437,12 @@ def reading_work(
 
 
 def scattered(moved: w.Floats, reader: w.Floats) -> w.Floats:
-    """What changes where a reader's gradient of a parameter is reduced over tp and a shard of it kept: XLA scatters it.
+    """What changes where a reader's gradients are reduced over tp and a shard of each kept: XLA scatters them.
 
     Over dp that is ZeRO's choice.
 
     Args:
-        moved: work to bring the parameter to the reader.
+        moved: work to bring the trained parameters to the reader, for both passes.
         reader: work of the reader, whose gradients count as reduced to all.
     """
     change = w.empty()
