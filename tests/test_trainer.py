@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +258,15 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, number: signal.Sig
     assert_equal(second.resume(bench), Bench(tmp_path / "whole", steps=10).run())
 
 
+@pytest.fixture
+def listening() -> Iterator[None]:
+    """SIGINT as a terminal gives it: a shell lets what it starts in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listening")
 def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
     left: list[int] = []
 
