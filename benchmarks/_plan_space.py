@@ -60,6 +60,14 @@ def pins_of(allocation: Allocation, coupled: bool, chosen_microbatches: int) -> 
                         yield Constraints(stages=1, dp=1, tp=1, zero=0, remat="on"), m
 
 
+def planned(analysis: Analysis, allocation: Allocation, pins: Constraints, m: int) -> tuple[Plan, float] | None:
+    """The plan under pins that say its number of stages, and the seconds it is estimated to take; none may fit."""
+    assert pins.stages is not None
+    grid = GridShape(allocation, pins.stages)
+    (row,) = plan_problem(analysis.problem, [grid], constraints=pins, num_microbatches=m, analysis=analysis)
+    return None if row.plan is None or row.step_time_s is None else (row.plan, row.step_time_s)
+
+
 def candidates(analysis: Analysis, allocation: Allocation) -> list[tuple[Plan, float]]:
     """All plans of the space without repeats, the chosen one first, and the seconds they are estimated to take."""
     rows = [row for row in plan_problem(analysis.problem, [allocation], analysis=analysis) if row.feasible]
@@ -68,9 +76,7 @@ def candidates(analysis: Analysis, allocation: Allocation) -> list[tuple[Plan, f
     assert best.step_time_s is not None
     found = {best.plan.plan_id: (best.plan, best.step_time_s)}
     for pins, m in pins_of(allocation, bool(analysis.coupling), best.plan.num_microbatches):
-        assert pins.stages is not None
-        grid = GridShape(allocation, pins.stages)
-        (row,) = plan_problem(analysis.problem, [grid], constraints=pins, num_microbatches=m, analysis=analysis)
-        if row.plan is not None and row.step_time_s is not None:
-            found.setdefault(row.plan.plan_id, (row.plan, row.step_time_s))
+        plan = planned(analysis, allocation, pins, m)
+        if plan is not None:
+            found.setdefault(plan[0].plan_id, plan)
     return list(found.values())

@@ -84,20 +84,6 @@ class _Running:
     state: Any
 
 
-def started(problem: Problem, plans: Sequence[MeasuredPlan], batch: Any) -> list[_Running]:
-    """Every plan compiled, with the state of a training that has done a step."""
-    running = [_Running(program := compile_program(problem, p.plan), program.init()) for p in plans]
-    for one in running:
-        _step_s(one, batch, 1)
-    return running
-
-
-def take_turns(running: Sequence[_Running], batch: Any, rounds: int) -> list[tuple[float, ...]]:
-    """Seconds of a step of each, one number a round: the mean of two steps on end."""
-    times = [[_step_s(one, batch, STEPS_A_ROUND) for one in running] for _ in range(rounds)]
-    return list(zip(*times, strict=True))
-
-
 def _step_s(one: _Running, batch: Any, steps: int) -> float:
     began = time.perf_counter()
     for _ in range(steps):
@@ -120,18 +106,30 @@ class Turns:
         keep(recipe, spec, self.plans)
         self._running: list[_Running] = []
 
+    @property
+    def rounds(self) -> int:
+        """Rounds that are known of this machine."""
+        return min(len(p.steps_s) if p.machine == describe() else 0 for p in self.plans)
+
     def compile(self) -> None:
-        self._running = self._running or started(self.problem, self.plans, self._batch)
+        """Make every plan ready, with the state of a training that has done a step."""
+        if self._running:
+            return
+        for p in self.plans:
+            program = compile_program(self.problem, p.plan)
+            self._running.append(_Running(program, program.init()))
+        for one in self._running:
+            _step_s(one, self._batch, 1)
 
     def until(self, rounds: int) -> None:
         """Measure what is missing to so many rounds on this machine."""
-        here = describe()
-        known = [p.steps_s if p.machine == here else () for p in self.plans]
-        for _ in range(min(map(len, known)), rounds):
+        for known in range(self.rounds, rounds):
             self.compile()
-            now = take_turns(self._running, self._batch, 1)
-            known = [a + b for a, b in zip(known, now, strict=True)]
-            self.plans = [replace(p, steps_s=t, machine=here) for p, t in zip(self.plans, known, strict=True)]
+            now = [_step_s(one, self._batch, STEPS_A_ROUND) for one in self._running]
+            self.plans = [
+                replace(p, steps_s=(*p.steps_s[:known], s), machine=describe())
+                for p, s in zip(self.plans, now, strict=True)
+            ]
             keep(self.recipe, self.spec, self.plans)
 
 

@@ -48,7 +48,7 @@ def measure(recipe: str, spec: str, rounds: int, budget_s: float | None) -> None
     allocation = Allocation.parse(spec)
     turns = Turns(recipe, spec)
     turns.compile()
-    first = len(turns.plans[0].steps_s)
+    first = turns.rounds
 
     def turn(done: int, total: int, left_s: float) -> None:
         print(f"  {done} of {total} pieces, about {left_s:.0f} s left", flush=True)

@@ -27,10 +27,10 @@ from arena_jax.compiler.analysis import Constraints
 from arena_jax.compiler.cost import hardware_of
 from arena_jax.compiler.profiling.pieces import pieces_of
 from arena_jax.compiler.profiling.profiler import REPEATS, profile
-from arena_jax.compiler.search import MAX_STAGES, microbatch_choices, plan_problem
-from arena_jax.grid import Allocation, GridShape, ProfileStore, grids_of, logical_meshes
+from arena_jax.compiler.search import MAX_STAGES, microbatch_choices
+from arena_jax.grid import Allocation, ProfileStore, grids_of, logical_meshes
 from arena_jax.start import start_jax
-from benchmarks._plan_space import RECIPES, name_of, problem_of
+from benchmarks._plan_space import RECIPES, name_of, planned, problem_of
 from benchmarks._report import table, write
 from benchmarks._steps import kept
 
@@ -54,15 +54,9 @@ def candidates(analysis: Analysis, allocation: Allocation) -> dict[str, float]:
                         continue
                     remat = "on" if option.remat else "off"
                     pins = Constraints(stages=grid.num_stages, dp=dp, tp=tp, zero=option.zero, remat=remat)
-                    (row,) = plan_problem(
-                        analysis.problem,
-                        [GridShape(allocation, grid.num_stages)],
-                        constraints=pins,
-                        num_microbatches=m,
-                        analysis=analysis,
-                    )
-                    if row.plan is not None and row.step_time_s is not None:
-                        found[name_of(row.plan)] = row.step_time_s
+                    plan = planned(analysis, allocation, pins, m)
+                    if plan is not None:
+                        found[name_of(plan[0])] = plan[1]
     return found
 
 

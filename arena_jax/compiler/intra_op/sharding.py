@@ -198,7 +198,7 @@ class TiedSpace:
             if product is not None:
                 of_node = products[step.op.node]
                 of_node[product] = of_node.get(product, 0.0) + step.op.times
-            trained = w.empty()
+            trained: list[w.Floats] = []  # of parameters, what brings them here
             for i, (led, target) in enumerate(zip(step.operands, part.operands, strict=True)):
                 value = step.op.operands[i]
                 if led is None or value is None:
@@ -208,8 +208,9 @@ class TiedSpace:
                     moved = reading_work(mesh, value, source, target, step.needs_gradient[i], step.is_parameter[i])
                     work += moved * step.op.times
                     if step.is_parameter[i] and step.needs_gradient[i]:
-                        trained += moved
-            work += scattered(trained, part.work) * step.op.times
+                        trained.append(moved)
+            if trained:
+                work += scattered(np.sum(trained, axis=0), part.work) * step.op.times
             if step.decides and step.op.can_constrain and step.op.rule is not None:
                 specs.update(_specs(step, part))
         parameters = {leaf: led.layouts[choice[led.node]] for leaf, led in strategies.leaves.items()}
