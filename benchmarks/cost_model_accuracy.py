@@ -353,6 +353,7 @@ def report(rows: list[Predicted], plans: list[PredictedPlan]) -> None:
         few = [p for p in mine if p.row.num_gpus <= 4]
         count, share = ordering(mine, lambda p: p.seconds)
         _, by_peak = ordering(mine, over_peak)
+        ran = pace(name)
         summary += [
             [name, "all rows", *spread([p.error for p in mine]), f"{limit[0]:g} / {limit[1]:g}"],
             [name, "at the best stage count", *spread([p.least_error for p in mine]), ""],
@@ -360,7 +361,7 @@ def report(rows: list[Predicted], plans: list[PredictedPlan]) -> None:
             [name, "without odd rows", *spread([p.error for p in mine if not odd(p.row)]), ""],
             [name, "up to 4 GPUs", *spread([p.error for p in few]), f"{limit[2]:g}"],
             [name, "compute of a plan", *spread([p.compute_error for p in theirs]), f"{limit[3]:g}"],
-            [name, f"the same, theirs times {pace(name):.3f}", *spread([p.error_at(pace(name)) for p in theirs]), ""],
+            [name, f"the same, theirs times {ran:.3f}", *spread([p.error_at(ran) for p in theirs]), ""],
             [name, "shortcut: rescaled by GPUs", *spread(rescaled(mine)), ""],
             [name, "equal stages, not balanced", *spread(with_equal_stages(mine)), ""],
             [name, "the same rows, balanced", *spread(with_equal_stages(mine, balanced=True)), ""],
